@@ -43,6 +43,8 @@ __all__ = [
 
 _MOST_PASSED = 8
 """Maximum number of plans from the search that are simulated."""
+_MOST_NEAR = 8
+"""Maximum number of variants that are searched for plans to simulate although their E is not better."""
 
 
 def plan(
@@ -153,7 +155,12 @@ def plan(
         if free_zero and world > 1 and any(each.tight for each in every):
             used = runnable  # memory asks for it
             every += tables(replicas, limit, False, zeros=runnable[1:], offload=offload)
-        found = best_choice(every, stages=stages)
+        if ranked:  # the best ones with and without ZeRO are simulated, and others that E may be wrong about
+            groups = [[each for each in every if bool(each.variant.zero) == divided] for divided in (False, True)]
+            plain, sharded = (best_choice(group, stages=stages, near=_MOST_NEAR) for group in groups)
+            found = plain.or_better(sharded)
+        else:
+            found = best_choice(every, stages=stages)
         if found.choice is None:
             needs.append(smallest_memory(every, stages=stages))
             continue

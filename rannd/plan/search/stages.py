@@ -32,6 +32,9 @@ EFFORT = 200_000
 """Maximum effort of a search to prove that its plan is the best: partial plans expanded times devices (plus 8, for
 costs that do not depend on devices); a few seconds."""
 
+NEAR = 1.25
+"""E may be so wrong, relative to another plan's."""
+
 
 class Choice(msgspec.Struct, frozen=True):
     """A plan of the stage search."""
@@ -69,6 +72,21 @@ class Found(msgspec.Struct, frozen=True):
     passed: tuple[Choice, ...] = ()
     """Complete plans found during the search, best first."""
 
+    def or_better(self, other: Found) -> Found:
+        """The result of a search of both; of equally good plans the one of this. The two choices are passed first."""
+        choices = [each for each in (self.choice, other.choice) if each is not None]
+        first = sorted(choices, key=lambda each: each.preference_us)
+        rest = sorted((*self.passed, *other.passed), key=lambda each: each.preference_us)
+        weights = [preference_us(each.variant.zero, 1.0) for each in choices]
+        bounds = [found.bound_us for found in (self, other) if found.choice is not None]
+        bound = min((us * weight for us, weight in zip(bounds, weights, strict=True)), default=math.inf)
+        return Found(
+            first[0] if first else None,
+            bound / preference_us(first[0].variant.zero, 1.0) if first else bound,
+            self.searched_all and other.searched_all,
+            (*first, *(each for each in rest if each not in first)),
+        )
+
 
 class Need(msgspec.Struct, frozen=True):
     """The smallest memory per device that some plan needs, and the stage that needs it."""
@@ -99,11 +117,17 @@ class _Partial(msgspec.Struct, frozen=True):
     parent: _Partial | None = None
 
 
-def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT) -> Found:
+def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT, near: int = 0) -> Found:
     """Return the preferred one of all plans that fit: the one with the smallest E, as E is compared.
 
-    `tables`: one per variant; `stages`: number of stages, 0: free. Of equal plans the first one found is kept; the
-    order is deterministic.
+    Of equal plans the first one found is kept; the order is deterministic.
+
+    Args:
+        tables: One per variant.
+        stages: Number of stages; 0: free.
+        effort: Maximum effort of the proof.
+        near: For so many variants, the most promising ones, `passed` also has a good plan that is not better than
+            what was found before, if its E is less than `NEAR` times as large.
     """
     if not tables:
         return Found(None, math.inf, True)
@@ -122,17 +146,21 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
                 key = msgspec.structs.replace(table.variant, placement=""), table.replicas.tobytes()
                 searches.append(_Search(table, known.setdefault(key, Bounds(table, stages)), stages))
     waiting = sorted(searches, key=lambda each: each.bound)
-    while waiting and (best is None or waiting[0].bound < best.preference_us):
+    below = best.preference_us if best is not None else math.inf
+    while waiting and waiting[0].bound < below:
         if best is None:  # then there is nothing to compare the others with
             _sharpen(waiting[:1], math.inf, COARSE)
         else:
             for number in (ANY, COARSE):
-                _sharpen(waiting, best.preference_us, number)
+                _sharpen(waiting, below, number)
             waiting.sort(key=lambda each: each.bound)
-        found = waiting.pop(0).dive(best)
-        if found is not None and found is not best:
-            best = found
+        found = waiting.pop(0).dive(below)
+        near -= best is not None
+        if found is not None:
             passed.append(found)
+            best = min(best or found, found, key=lambda each: each.preference_us)
+        if best is not None:
+            below = best.preference_us * (NEAR if near > 0 else 1)
     return _Frontier(searches, best, passed, effort // (8 + max(table.world for table in tables))).run()
 
 
@@ -196,15 +224,14 @@ class _Search:
             bound[0] = np.inf  # bounds do not hold for a single stage
         return bound, fill, rounds, left_over
 
-    def dive(self, best: Choice | None) -> Choice | None:
-        """Find a good plan greedily, by the stage with the smallest bound; `best` if that is no better."""
+    def dive(self, below: float) -> Choice | None:
+        """Find a good plan greedily, by the stage with the smallest bound; None if it is not better than `below`."""
         partial = self.root
-        below = best.preference_us / self.weight if best is not None else math.inf
         while partial.start:
             bound, *terms = self._extended(partial)
             start, step = np.unravel_index(bound.argmin(), bound.shape)
-            if not bound[start, step] < below:
-                return best
+            if not bound[start, step] * self.weight < below:
+                return None
             partial = self._child(partial, int(start), int(step), terms)
         return self.choice(partial)
 

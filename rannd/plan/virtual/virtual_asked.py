@@ -92,6 +92,7 @@ def shapes_of(
         counts=counts,
         placements=plans.machine.placements,
         zeros=zeros,
+        offload_params=options.offload_params == "true",
     )
     return [
         each

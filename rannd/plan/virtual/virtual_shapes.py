@@ -30,10 +30,12 @@ class Shape(msgspec.Struct, frozen=True, order=True):
     microbatches: int
     placement: str
     zero: int = 0
+    offload_params: bool = False
+    """Whether parameters are elsewhere while they are not needed: divided as with ZeRO 3, also without replicas."""
 
     @property
     def mode(self) -> RunMode:
-        return RunMode(self.schedule, self.zero if self.replicas > 1 else 0)
+        return RunMode(self.schedule, self.zero if self.replicas > 1 or self.offload_params else 0)
 
     @property
     def stages(self) -> int:
@@ -88,6 +90,7 @@ def shapes(
     counts: Sequence[int],
     placements: Sequence[str],
     zeros: Sequence[int],
+    offload_params: bool = False,
 ) -> Iterator[Shape]:
     """Yield all shapes: of each schedule with each of the given numbers, if these are possible together."""
     for schedule, each, count, zero in product(schedules, passes, positions, zeros):
@@ -95,4 +98,4 @@ def shapes(
         runs = not zero or zero in VIRTUAL_SCHEDULES[schedule].zero
         if has_passes(schedule, each) and runs and (replicas > 1 or zero == min(zeros)):
             for microbatches, placement in product(counts, placements):
-                yield Shape(schedule, each, count, replicas, microbatches, placement, zero)
+                yield Shape(schedule, each, count, replicas, microbatches, placement, zero, offload_params)

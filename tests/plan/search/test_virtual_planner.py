@@ -87,6 +87,15 @@ def _runs(graph: TaskGraph, found: Deployment) -> None:
     check_streams(program, Posting.MATCHED, StreamRules(meets=found.zero >= 2))
 
 
+@pytest.mark.parametrize("virtual", ["2", "auto"])
+def test_offloaded_parameters_are_divided_though_no_stage_has_replicas(virtual: str) -> None:
+    found = deep(virtual_stages=virtual, offload_params="true", zero_stage="auto")
+    assert len(found.stages) > 4
+    assert {len(stage.slots) for stage in found.stages} == {1}
+    assert (found.zero, found.offload_params) == (3, True)
+    _runs(chain(24, param=SHARED), found)
+
+
 # -- chosen ---------------------------------------------------------------------------------------------------
 
 
