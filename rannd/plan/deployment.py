@@ -166,7 +166,8 @@ class Deployment(msgspec.Struct, frozen=True):
     e_us: float = 0.0
     """Step time by the closed form E, which the search minimises (docs/planning.md); `step_us` may be simulated."""
     bound_us: float = 0.0
-    """Lower bound of the closed form for all plans with the same costs; 0 if it was not computed."""
+    """Lower bound of the closed form for all plans that would be preferred, with the same costs; 0 if it was not
+    computed."""
     searched_all: bool = True
     """False if the search was cut off, so that a better plan may exist."""
     placement: str = "stages"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from rannd.errors import PlanError
 from rannd.plan.plan_options import PlanOptions
@@ -18,11 +22,14 @@ __all__ = [
     "VIRTUAL_GAIN",
     "Offload",
     "RunMode",
+    "Time",
     "check_known",
     "preference_us",
     "runnable_zero",
     "virtual_gain",
 ]
+
+Time = TypeVar("Time", float, npt.NDArray[np.float64])
 
 LEAST_GAIN = 0.05
 """Part of a step that a plan with ZeRO, or under a schedule that delays weight gradients, has to save to be preferred
@@ -100,7 +107,7 @@ OFFLOADS = tuple(
 """All that may be offloaded, in the order in which it is tried until a plan fits."""
 
 
-def preference_us(zero: int, step_us: float) -> float:
+def preference_us(zero: int, step_us: Time) -> Time:
     """The time by which plans with different ZeRO stages are compared; the smallest is preferred."""
     return step_us / (1 - LEAST_GAIN) if zero else step_us
 

@@ -8,9 +8,9 @@ paths over the blocks give the cost of T:
     rest(T, i)    = min over k < i of fill(k, i) + max(forward(0, k) + exposed(T, k, i), rest(T, k))
 
 If devices(T, i) exceeds the devices there are, some round is longer than T. `rest` is fill plus exposed reduction,
-which drains of earlier stages shorten: by less than the fill of those stages. The paths are computed for a hundred T at
-once. (Bottleneck search of chains-on-chains partitioning: Pinar and Aykanat, "Fast optimal load balancing algorithms
-for 1D partitioning", 2004; here with replicas and a second cost.)
+which drains of earlier stages shorten: by less than the fill of those stages. The paths are computed for some T of all
+variants at once. (Bottleneck search of chains-on-chains partitioning: Pinar and Aykanat, "Fast optimal load balancing
+algorithms for 1D partitioning", 2004; here with replicas and a second cost.)
 """
 
 from __future__ import annotations

@@ -15,7 +15,16 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.deployment import FORMAT, Deployment, Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
-from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUN_MODES, Offload, RunMode, check_known, runnable_zero
+from rannd.plan.run_modes import (
+    OFFLOADS,
+    PARAMS_ZERO,
+    RUN_MODES,
+    Offload,
+    RunMode,
+    check_known,
+    preference_us,
+    runnable_zero,
+)
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
 from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
 from rannd.plan.search.ranking import rank
@@ -402,7 +411,7 @@ def _deployment(
         batch_rows=batch_rows,
         step_us=choice.step_us,
         unused_params=tuple(graph.params[index].name for index in graph.unused_params),
-        bound_us=found.bound_us if searched else 0.0,
+        bound_us=found.bound_us / preference_us(choice.variant.zero, 1.0) if searched else 0.0,
         searched_all=found.searched_all,
         placement=choice.variant.placement,
         memory_bytes=int(table.limit),

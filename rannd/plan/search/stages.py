@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from rannd.plan.run_modes import Offload, preference_us
+from rannd.plan.run_modes import Offload, Time, preference_us
 from rannd.plan.search.bounds import ANY, COARSE, FINE, Bounds, sharpen
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.variant import Variant
@@ -66,7 +66,7 @@ class Found(msgspec.Struct, frozen=True):
 
     choice: Choice | None
     bound_us: float
-    """Lower bound of E for all plans, as they are compared with the choice. Infinite if no plan fits."""
+    """Lower bound of what all plans are compared by (`preference_us`). Infinite if no plan fits."""
     searched_all: bool
     """False if the search was cut off."""
     passed: tuple[Choice, ...] = ()
@@ -77,12 +77,9 @@ class Found(msgspec.Struct, frozen=True):
         choices = [each for each in (self.choice, other.choice) if each is not None]
         first = sorted(choices, key=lambda each: each.preference_us)
         rest = sorted((*self.passed, *other.passed), key=lambda each: each.preference_us)
-        weights = [preference_us(each.variant.zero, 1.0) for each in choices]
-        bounds = [found.bound_us for found in (self, other) if found.choice is not None]
-        bound = min((us * weight for us, weight in zip(bounds, weights, strict=True)), default=math.inf)
         return Found(
             first[0] if first else None,
-            bound / preference_us(first[0].variant.zero, 1.0) if first else bound,
+            min(self.bound_us, other.bound_us),
             self.searched_all and other.searched_all,
             (*first, *(each for each in rest if each not in first)),
         )
@@ -142,18 +139,22 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
     if stages != 1:
         known: dict[tuple[Variant, bytes], Bounds] = {}  # the same for all orders of slots
         for table in tables:
-            if table.world > 1 and table.blocks > 1:
+            if table.blocks > 1 and table.replicas[0] < table.world:
                 key = msgspec.structs.replace(table.variant, placement=""), table.replicas.tobytes()
-                searches.append(_Search(table, known.setdefault(key, Bounds(table, stages)), stages))
+                if key not in known:
+                    known[key] = Bounds(table, stages)
+                searches.append(_Search(table, known[key], stages))
     waiting = sorted(searches, key=lambda each: each.bound)
     below = best.preference_us if best is not None else math.inf
-    while waiting and waiting[0].bound < below:
+    while waiting:
         if best is None:  # then there is nothing to compare the others with
             _sharpen(waiting[:1], math.inf, COARSE)
         else:
             for number in (ANY, COARSE):
                 _sharpen(waiting, below, number)
             waiting.sort(key=lambda each: each.bound)
+        if waiting[0].bound >= below:
+            break
         found = waiting.pop(0).dive(below)
         near -= best is not None
         if found is not None:
@@ -186,18 +187,21 @@ class _Search:
 
     def __init__(self, table: StageTables, bounds: Bounds, stages: int) -> None:
         self.table, self.bounds = table, bounds
-        self.weight = preference_us(table.variant.zero, 1.0)
         self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if table.counts.steady else 3) + (0.0,))
 
     @property
     def bound(self) -> float:
         """Lower bound for all plans."""
-        return self.bounds.root * self.weight
+        return self.compared(self.bounds.root)
+
+    def compared(self, us: Time) -> Time:
+        """Return what plans of this variant that take so long are compared by."""
+        return preference_us(self.table.variant.zero, us)
 
     def children(self, partial: _Partial, below: float) -> Iterator[tuple[float, _Partial]]:
         """Yield `partial` extended by one stage, with its bound, where that is below `below`."""
         bound, *terms = self._extended(partial)
-        bound = bound * self.weight
+        bound = self.compared(bound)
         for start, step in zip(*np.nonzero(bound < below), strict=True):
             yield float(bound[start, step]), self._child(partial, int(start), int(step), terms)
 
@@ -230,7 +234,7 @@ class _Search:
         while partial.start:
             bound, *terms = self._extended(partial)
             start, step = np.unravel_index(bound.argmin(), bound.shape)
-            if not bound[start, step] * self.weight < below:
+            if not self.compared(float(bound[start, step])) < below:
                 return None
             partial = self._child(partial, int(start), int(step), terms)
         return self.choice(partial)
@@ -248,7 +252,7 @@ class _Search:
 
 def _sharpen(searches: Sequence[_Search], below: float, number: int) -> None:
     """Tighten the bounds of searches that may find better plans than `below`."""
-    sharpen(((each.bounds, below / each.weight) for each in searches if each.bound < below), number)
+    sharpen(((each.bounds, below / each.compared(1.0)) for each in searches if each.bound < below), number)
 
 
 class _Frontier:
@@ -280,14 +284,12 @@ class _Frontier:
             for child_bound, child in search.children(partial, self._below):
                 if child.start:
                     self._push(number, max(bound, child_bound), child)
-                elif sum(child.terms) * search.weight < self._below:
+                elif search.compared(sum(child.terms)) < self._below:
                     self.best = search.choice(child)
                     self.passed.append(self.best)
         return self._found(self._below, searched_all=True)
 
     def _found(self, bound: float, *, searched_all: bool) -> Found:
-        if self.best is not None:
-            bound /= preference_us(self.best.variant.zero, 1.0)
         return Found(self.best, bound, searched_all, tuple(sorted(self.passed, key=lambda each: each.preference_us)))
 
     @property

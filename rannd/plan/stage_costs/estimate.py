@@ -70,6 +70,7 @@ class StageTables:
             limit: Bytes per device.
             allowed: ``[start, end]``: whether these blocks may be a stage.
             replicas: Numbers of replicas that stages may have, ascending: the last axis of tables has one place each.
+                One number with ZeRO 2 and 3, so that it holds that no stage needs more memory with more of them.
         """
         self.intervals, self.machine, self.options, self.variant = shared.intervals, shared.machine, options, variant
         self.rows, self.limit, self.allowed, self.replicas = rows, limit, allowed, replicas
@@ -179,10 +180,9 @@ class StageTables:
             forward = forward + np.where(again, self.leaving_us[rows, end, None], 0.0)
         waits = np.where(again, 0.0, self.weight_us[rows, end, None])
         if self.variant.zero >= 2:
-            width = again.shape[1]
-            gather = self.reductions.gather(end, self.replicas, inside)[:, :width]
-            gathers = gathers_of(whole, self.counts.pieces[:width])
-            fetch = self.fetch_us(end)[:, :width]
+            gather = self.reductions.gather(end, self.replicas, inside)
+            gathers = gathers_of(whole, self.counts.pieces)
+            fetch = self.fetch_us(end)
             forward, backward = computing(self.variant.zero, forward, backward, gather, fetch, gathers=gathers)
         return forward, backward, waits
 
@@ -373,8 +373,12 @@ class StageTables:
         forward = np.diagonal(self.forward_us, 1)[start:end]
         apart = bool(self.memory.apart[self.column(replicas)])
         if not self.recomputes(start, end, replicas, used=used):
-            ends = self._joined(start, end, replicas, used=used) if apart else (end - start,)
-            return DividedStage(ends, (False,) * len(ends), float(self.memory.kept[start, end]), 0.0, 0.0)
+            key = (start, end, replicas, used)
+            if key not in self._segments:
+                ends = self._joined(start, end, replicas, used=used) if apart else (end - start,)
+                kept = float(self.memory.kept[start, end])
+                self._segments[key] = DividedStage(ends, (False,) * len(ends), kept, 0.0, 0.0)
+            return self._segments[key]
         flying = self.counts.most_of(start, end, self.column(replicas), used=used, split=False)
         activation = self.memory.kept[start : end + 1, start : end + 1]
         if self.offload.activations:

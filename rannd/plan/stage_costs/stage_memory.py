@@ -90,7 +90,8 @@ class StageMemory:
         return self._fixed(starts, end) + self.posted(starts, end, pieces) + crossing + kept
 
     def most(self) -> Table:
-        """Return the bytes with the smallest number of replicas, the most of all, for any later stages."""
+        """Return the bytes with the smallest number of replicas, for any later stages; with more of them a stage does
+        not need more, but for ZeRO 2 and 3, where there is one number."""
         pieces = self._counts.pieces[0]
         kept = np.maximum(self.kept, self.delayed) + self._rows.crossing
         posted = self._rows.given * pieces + self._rows.sent_grad * min(pieces, AHEAD + 1) + self.late
@@ -105,13 +106,12 @@ class StageMemory:
         result: Table = rows.given[starts, end, None] * pieces + early + grads + self.late
         return result
 
-    def held_with(self, column: int, flight: tuple[int, int], moment: tuple[int, int]) -> Table:
-        """Return the bytes of all stages, but what is temporary, at a moment: ``[start, end]``.
+    def held_with(self, flight: tuple[int, int], moment: tuple[int, int]) -> Table:
+        """Return the bytes of stages with the smallest number of replicas, but what is temporary, at a moment.
 
         Nothing is recomputed. What a rank gets at the end of a step (`late`) is not included.
 
         Args:
-            column: Place of the number of replicas.
             flight: Maximum number of microbatches between forward and backward, and between forward and the second half
                 of it.
             moment: Those at the moment.
@@ -119,9 +119,9 @@ class StageMemory:
         (first, most), (now, waiting) = flight, moment
         held, rows = self.state.held.state, self._rows
         kept = np.maximum(self.kept, self.delayed) * now + self.delayed * (waiting - now)
-        pieces = int(self._counts.pieces[column])
+        pieces = int(self._counts.pieces[0])
         posted = rows.given * pieces + rows.sent_grad * min(pieces, AHEAD + 1)
-        result: Table = held[:, :, min(column, held.shape[2] - 1)] + posted + rows.crossing * most + kept
+        result: Table = held[:, :, 0] + posted + rows.crossing * most + kept
         return result + rows.received if first < pieces else result
 
     def recomputing(self, end: int, used: int | None, plain: Table, again: Mask) -> Table:
@@ -131,7 +131,8 @@ class StageMemory:
         flying = self._counts.most(end, used, split=False)
         kept = self.kept[:end, end, None]
         less = self.stays[:end, end, None] * flying + self.kept_apart[:end, end, None]
-        less = np.where(self.apart, less, np.minimum(kept, less))
+        if not self.apart.any():
+            less = np.minimum(kept, less)
         whole = self.plain(end, used, split=False) if self._counts.splits else plain
         return np.where(again, whole - kept * flying + less, plain)
 
@@ -151,8 +152,6 @@ class StageMemory:
         crossing = (self._rows.crossing + self._rows.given)[:, :, None]
         border = self._fixed(slice(None), slice(None)) + self.late + crossing * pieces
         kept, again = self.kept[:, :, None], (self.stays + self.kept_apart)[:, :, None]
-        if not self.apart.all():
-            again = (
-                np.where(self.apart, again, np.minimum(kept, again)) if self.apart.any() else np.minimum(kept, again)
-            )
+        if not self.apart.any():  # all together may need less
+            again = np.minimum(kept, again)
         return border + kept * pieces, border + again

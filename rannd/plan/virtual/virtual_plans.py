@@ -150,7 +150,7 @@ class VirtualPlans:
         for flight, moments in zip(flown.most, flown.moments, strict=True):
             for moment in moments:
                 if (flight, moment) not in held:
-                    held[flight, moment] = table.memory.held_with(0, flight, moment)
+                    held[flight, moment] = table.memory.held_with(flight, moment)
         return SlotCosts(
             homes=shape.homes,
             pieces=int(table.counts.pieces[0]),
