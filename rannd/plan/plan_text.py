@@ -177,7 +177,7 @@ def _head(deployment: Deployment, planned: int) -> str:
         lines.append(
             (
                 "E",
-                f"{_ms(closed)} by the closed form, better plans take at least {_ms(deployment.bound_us)}: gap {gap:.1%}",
+                f"{_ms(closed)} by the closed form, lower bound of all plans {_ms(deployment.bound_us)}: gap {gap:.1%}",
             )
         )
     if not deployment.searched_all:
