@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rannd.plan.stage_costs.estimate import NEVER, StageTables
+from rannd.plan.stage_costs.stage_terms import NEVER, StageTerms
 from rannd.plan.topology import Counts, Table
 
 ANY, COARSE, FINE = 1, 8, 32
@@ -35,7 +35,7 @@ class Bounds:
     Tables are ``[stages left, first blocks, ..]``; if the number of stages is free, only index 0 exists.
     """
 
-    def __init__(self, tables: StageTables, stages: int) -> None:
+    def __init__(self, tables: StageTerms, stages: int) -> None:
         self._tables = tables
         self._tried = 0
         """Maximum number of values of T that were tried at a time."""
@@ -107,7 +107,7 @@ class Bounds:
         """Lower bound of E for all plans."""
         return float(self.together[self.stages, self._count, self._units])
 
-    def tries(self, below: float, number: int) -> Tries | None:
+    def stages_within(self, below: float, number: int) -> StagesWithin | None:
         """Return what `sharpen` tries for plans that take less than `below`, with `number` values of T.
 
         None if that was done, or helps nothing.
@@ -130,9 +130,9 @@ class Bounds:
         fill = np.where(replicas < NEVER, fill, np.inf)
         exposed = self._tables.exposed_at_least(np.minimum(places, len(self._tables.replicas) - 1))
         left_over = np.broadcast_to(self._forward[:, None, None] + exposed, fill.shape)
-        return Tries(self, limits[:-1], replicas, fill, left_over)
+        return StagesWithin(self, limits[:-1], replicas, fill, left_over)
 
-    def use(self, limits: Table, devices: Counts, rest: Table) -> None:
+    def tighten(self, limits: Table, devices: Counts, rest: Table) -> None:
         """Tighten the tables with the paths of `limits`, and of any replicas last: ``[stages left, end, limit]``."""
         np.maximum(self.rest, rest[:, :, -1], out=self.rest)
         devices, rest = np.moveaxis(devices[:, :, :-1], -1, 0), np.moveaxis(rest[:, :, :-1], -1, 0)
@@ -166,7 +166,7 @@ class Bounds:
         return result
 
 
-class Tries(NamedTuple):
+class StagesWithin(NamedTuple):
     """Stages whose rounds are within limits: ``[start, end, limit]``; any stages last."""
 
     bounds: Bounds
@@ -180,7 +180,7 @@ class Tries(NamedTuple):
 
 def sharpen(each: Iterable[tuple[Bounds, float]], number: int) -> None:
     """Tighten bounds of one search for plans that take less than a time each, with `number` values of T."""
-    tried = [found for bounds, below in each if (found := bounds.tries(below, number)) is not None]
+    tried = [found for bounds, below in each if (found := bounds.stages_within(below, number)) is not None]
     if tried:
         replicas, fill, left_over = (
             np.concatenate([getattr(found, name) for found in tried], axis=2)
@@ -191,7 +191,7 @@ def sharpen(each: Iterable[tuple[Bounds, float]], number: int) -> None:
         for found, some, others in zip(
             tried, np.split(devices, ends, axis=2), np.split(rest, ends, axis=2), strict=True
         ):
-            found.bounds.use(found.limits, some, others)
+            found.bounds.tighten(found.limits, some, others)
 
 
 def _paths(replicas: Counts, fill: Table, left_over: Table, stages: int) -> tuple[Counts, Table]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from rannd.plan.run_modes import Offload, Time, preference_us
 from rannd.plan.search.bounds import ANY, COARSE, FINE, Bounds, sharpen
-from rannd.plan.stage_costs.estimate import StageTables
+from rannd.plan.stage_costs.stage_terms import StageTerms
 from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Table
 
@@ -114,7 +114,7 @@ class _Partial(msgspec.Struct, frozen=True):
     parent: _Partial | None = None
 
 
-def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT, near: int = 0) -> Found:
+def best_choice(tables: Sequence[StageTerms], *, stages: int, effort: int = EFFORT, near: int = 0) -> Found:
     """Return the preferred one of all plans that fit: the one with the smallest E, as E is compared.
 
     Of equal plans the first one found is kept; the order is deterministic.
@@ -145,11 +145,12 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
                     known[key] = Bounds(table, stages)
                 searches.append(_Search(table, known[key], stages))
     waiting = sorted(searches, key=lambda each: each.bound)
-    below = best.preference_us if best is not None else math.inf
     while waiting:
+        below = math.inf
         if best is None:  # then there is nothing to compare the others with
-            _sharpen(waiting[:1], math.inf, COARSE)
+            _sharpen(waiting[:1], below, COARSE)
         else:
+            below = best.preference_us * (NEAR if near > 0 else 1)
             for number in (ANY, COARSE):
                 _sharpen(waiting, below, number)
             waiting.sort(key=lambda each: each.bound)
@@ -160,12 +161,10 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
         if found is not None:
             passed.append(found)
             best = min(best or found, found, key=lambda each: each.preference_us)
-        if best is not None:
-            below = best.preference_us * (NEAR if near > 0 else 1)
     return _Frontier(searches, best, passed, effort // (8 + max(table.world for table in tables))).run()
 
 
-def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...]) -> Choice | None:
+def e_of(table: StageTerms, starts: tuple[int, ...], replicas: tuple[int, ...]) -> Choice | None:
     """Return the given plan with its E; None if it is not possible."""
     if not table.has(replicas):
         return None
@@ -185,7 +184,7 @@ def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...])
 class _Search:
     """Partial plans of one variant, with two or more stages. Their bounds are compared as E is (`preference_us`)."""
 
-    def __init__(self, table: StageTables, bounds: Bounds, stages: int) -> None:
+    def __init__(self, table: StageTerms, bounds: Bounds, stages: int) -> None:
         self.table, self.bounds = table, bounds
         self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if table.counts.steady else 3) + (0.0,))
 
@@ -309,7 +308,7 @@ class _Frontier:
         return False
 
 
-def smallest_memory(tables: Sequence[StageTables], *, stages: int, below: float = np.inf) -> Need | None:
+def smallest_memory(tables: Sequence[StageTerms], *, stages: int, below: float = np.inf) -> Need | None:
     """Return the smallest memory per device with which some plan fits, with or without recomputing.
 
     None if no plan exists at any memory, because the requested numbers contradict each other, or none below `below`.
@@ -330,7 +329,7 @@ def smallest_memory(tables: Sequence[StageTables], *, stages: int, below: float 
     return best
 
 
-def _smallest(table: StageTables, stages: int, below: float) -> Need | None:
+def _smallest(table: StageTerms, stages: int, below: float) -> Need | None:
     """Minimise the memory of the largest stage by dynamic programming, placing blocks from the last one on.
 
     None if it is not below `below`.

@@ -1,367 +1,26 @@
-"""The closed form E: for every possible stage, what it adds to the step time, and whether it fits.
-
-docs/planning.md states E and derives it. Stages are put together from the last one on, because what a stage needs
-depends on the later ones: under 1F1B it keeps a microbatch until all later stages have run it, and its gradients are
-reduced while all earlier stages still run backward.
-"""
+"""What a stage of a plan gets: its segments, and the estimate of its time and memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import cached_property
 
-import msgspec
 import numpy as np
 
 from rannd.plan.deployment import StageEstimate
-from rannd.plan.plan_options import PlanOptions
-from rannd.plan.schedule.schedules import ALL_SCHEDULES
-from rannd.plan.stage_costs.microbatch_counts import MicrobatchCounts
 from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
-from rannd.plan.stage_costs.shared_tables import SharedTables
-from rannd.plan.stage_costs.stage_memory import StageMemory
-from rannd.plan.stage_costs.variant import Variant
-from rannd.plan.topology import Counts, Mask, Table
-from rannd.plan.zero import SEGMENT, computing, fetch_us, gathers_of, offload_us
-
-NEVER = 1 << 40
-"""A number of devices that no job has, for 'impossible'."""
+from rannd.plan.stage_costs.stage_terms import StageTerms
+from rannd.plan.topology import Mask
+from rannd.plan.zero import SEGMENT, fetch_us, offload_us
 
 
-class Terms(msgspec.Struct, frozen=True):
-    """What stages that end at one block add to E: tables ``[first block, number of replicas]``, microseconds."""
-
-    fill: Table
-    """Paid once: one microbatch's way through the stage and back. Infinite if a stage is not possible."""
-    rounds: Table
-    """``[term, ..]``: per term the largest stage counts, for all microbatches but one: the round of forward and
-    backward (1F1B), or forward and backward each (GPipe)."""
-    exposed: Table
-    """Gradient reduction that does not overlap with the stage's own backward."""
-    drain: Table
-    """Backward of the last microbatch, with which reductions of later stages overlap."""
-    recompute: Mask
-    stays_whole: Mask
-    """Whether parameters stay whole until the last microbatch (ZeRO 3)."""
-
-
-class StageTables:
-    """Terms of E and estimates of all possible stages of one variant."""
-
-    def __init__(
-        self,
-        shared: SharedTables,
-        options: PlanOptions,
-        variant: Variant,
-        *,
-        rows: int,
-        limit: float,
-        allowed: Mask,
-        replicas: Counts,
-    ) -> None:
-        """Make the tables that all stages need.
-
-        Args:
-            shared: What other variants have, too.
-            options: What the plan has to be like.
-            variant: What all stages share.
-            rows: Rows of the largest microbatch.
-            limit: Bytes per device.
-            allowed: ``[start, end]``: whether these blocks may be a stage.
-            replicas: Numbers of replicas that stages may have, ascending: the last axis of tables has one place each.
-                One number with ZeRO 2 and 3, so that it holds that no stage needs more memory with more of them.
-        """
-        self.intervals, self.machine, self.options, self.variant = shared.intervals, shared.machine, options, variant
-        self.rows, self.limit, self.allowed, self.replicas = rows, limit, allowed, replicas
-        self.reductions = shared.reductions
-        self.world = shared.machine.world
-        self.blocks = shared.intervals.count
-        self.microbatch = microbatch = shared.of_rows(rows)
-        self.forward_us, self.backward_us = microbatch.forward_us, microbatch.backward_us
-        self.weight_us = np.zeros_like(self.backward_us)
-        """The part of the backward that is delayed; not if a stage recomputes."""
-        if ALL_SCHEDULES[variant.schedule].delays_weights:
-            self.weight_us = np.minimum(microbatch.weight_us, self.backward_us)
-        self.add_us = shared.intervals.adding
-        """Added to each backward but the first: accumulates the gradients."""
-        delays = self.weight_us > 0
-        self.counts = counts = MicrobatchCounts(self.world, variant, replicas, delays)
-        state = shared.state(variant.zero, replicas, options)
-        self.memory = memory = StageMemory(microbatch, state, counts, options, zero=variant.zero, delays=delays)
-        self.offload = state.offload
-        """What is elsewhere while it is not needed."""
-        self.leaving_us = fetch_us(microbatch.between - memory.stays, options.device)
-        """Time per microbatch to copy what blocks start from elsewhere, if they recompute,"""
-        self.coming_us = fetch_us(memory.read_back, options.device)
-        """and back for each block that reads it."""
-        self.agreeing_us = shared.machine.agreeing_us
-        self._apart = shared.machine.several and variant.placement == "replicas"
-        """Whether it matters which slots a stage has."""
-        self._may_stay = variant.zero == 3 and not (options.reshard_after_forward or self.offload.params)
-        """Whether parameters may stay whole until the last microbatch."""
-        self._segments: dict[tuple[int, int, int, int], DividedStage] = {}
-        self._bases: dict[int, Terms] = {}
-        self._known: dict[tuple[int, int], Terms] = {}
-        self._inside = shared.machine.pipelines_inside(replicas)
-        self._column = {int(count): place for place, count in enumerate(replicas)}
-
-    def column(self, replicas: int) -> int:
-        """Return the place of a number of replicas."""
-        return self._column[replicas]
-
-    def has(self, replicas: Iterable[int]) -> bool:
-        """Whether stages may have these numbers of replicas."""
-        return self._column.keys() >= set(replicas)
-
-    def copies_us(self, end: int) -> Table:
-        """Return the time of copying what a step changes in and out: ``[start, number of replicas]`` or one for all."""
-        return offload_us(self.memory.state.held.offloaded[:end, end], self.options.device)
-
-    def fetch_us(self, end: int) -> Table:
-        """Return the time of copying parameters in, for each forward and backward of a microbatch, likewise."""
-        return fetch_us(self.memory.state.held.fetched[:end, end], self.options.device)
-
-    # -- what a stage adds ------------------------------------------------------------------------------------
-
-    def stages(self, end: int, used: int) -> Terms:
-        """Return the terms of all stages that end before block `end`, if later stages have `used` devices.
-
-        Tables are ``[start, number of replicas]`` for ``start < end`` and the numbers up to the devices that are left;
-        a stage that starts with block 0 takes them all, any other leaves at least one.
-        """
-        key = (end, used)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._stages(end, used)
-        return found
-
-    def _stages(self, end: int, used: int) -> Terms:
-        left = self.world - used
-        if self._apart or (self.counts.steady and end in self._tight_ends):
-            # If memory is tight, 1F1B terms depend on the later stages: they determine the microbatches in flight.
-            base = self._terms(end, used, self._links(used) if self._apart else None)
-        else:
-            if end not in self._bases:
-                self._bases[end] = self._terms(end, None, None)
-            base = self._bases[end]
-        fit = int(np.searchsorted(self.replicas, left, side="right"))
-        cut = Terms(
-            base.fill[:, :fit].copy(), base.rounds[:, :, :fit], base.exposed[:, :fit], base.drain[:, :fit],
-            base.recompute[:, :fit], base.stays_whole[:, :fit],
-        )  # fmt: skip
-        whole = self.replicas[:fit] == left
-        cut.fill[0, ~whole] = np.inf
-        cut.fill[1:, whole] = np.inf
-        if end == self.blocks and used == 0 and self.world in self._column:
-            self._alone(cut)
-        return cut
-
-    def _alone(self, terms: Terms) -> None:
-        """Adapt the terms of one stage on all devices: it transfers nothing, every rank runs its own microbatches."""
-        if np.isfinite(terms.fill[0, -1]):
-            found = self._computing(self.blocks, terms.recompute, terms.stays_whole, None)
-            forward, backward, _ = (each[0, -1] for each in found)
-            more = float(self.counts.pieces[-1] - 1)
-            terms.fill[0, -1] = forward + backward + self.agreeing_us
-            again = backward + self.add_us[0, self.blocks]
-            rounds = [forward + again] if self.counts.steady else [forward, again]
-            terms.rounds[:, 0, -1] = np.array(rounds) * more
-            terms.drain[0, -1] = backward
-            terms.exposed[0, -1] = self._exposed(self.blocks, np.array(backward), None)[0, -1]
-
-    def _computing(self, end: int, again: Mask, whole: Mask, inside: Mask | None) -> tuple[Table, Table, Table]:
-        """Return forward and backward per microbatch, and the part of the backward that zb_h1 delays."""
-        rows = slice(0, end)
-        forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
-        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
-        if self.offload.activations:
-            backward = backward + np.where(again, self.coming_us[rows, end, None], 0.0)
-            forward = forward + np.where(again, self.leaving_us[rows, end, None], 0.0)
-        waits = np.where(again, 0.0, self.weight_us[rows, end, None])
-        if self.variant.zero >= 2:
-            gather = self.reductions.gather(end, self.replicas, inside)
-            gathers = gathers_of(whole, self.counts.pieces)
-            fetch = self.fetch_us(end)
-            forward, backward = computing(self.variant.zero, forward, backward, gather, fetch, gathers=gathers)
-        return forward, backward, waits
-
-    def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
-        """Return terms for all numbers of replicas. `links`: whether activations, gradients, reductions stay local."""
-        rows = slice(0, end)
-        values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
-        replicas_inside = links[2] if links is not None else None
-        plain = self.memory.plain(end, used)
-        again = self._recomputes(end, plain, used)
-        memory = self.memory.recomputing(end, used, plain, again)
-        whole = self._stays_whole(end, again, memory)
-        forward, backward, waits = self._computing(end, again, whole, replicas_inside)
-        near, far = (each[rows, end, None] for each in self.microbatch.values_us)
-        values = np.where(values_inside, near, far)
-        near, far = (each[rows, end, None] for each in self.microbatch.grads_us)
-        grads = np.where(grads_inside, near, far)
-        fill = forward + (backward - waits) + values + grads + self.microbatch.ranks_us[rows, end, None]
-        if end < self.blocks or self.world > 1:
-            fill[0] += self.microbatch.to_ranks + self.agreeing_us
-        more = (self.counts.pieces - 1).astype(float)
-        later = backward + self.add_us[rows, end, None]
-        if self.counts.steady:
-            longest = np.maximum(np.maximum(forward + later, values), grads) * more
-            # Delayed gradients fill the time in which the slot would wait for others: one forward per microbatch.
-            rounds = (longest + waits - np.minimum(self.counts.waiting - 1, more) * np.minimum(waits, forward))[None]
-        else:
-            rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
-        fits = self.allowed[rows, end, None] & (memory <= self.limit)
-        fill[~fits] = np.inf
-        exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
-        # Under zb_h1 all slots end at about the same time.
-        drain = np.zeros_like(backward) if self.counts.splits else backward + grads
-        return Terms(fill, rounds, exposed, drain, again, whole)
-
-    def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
-        """Whether activations, gradients, reductions stay inside nodes, for stages before the last `used` slots."""
-        end = np.full(len(self.replicas), self.world - used)
-        start = end - self.replicas
-        return (
-            self.machine.same(start - 1, end - 1),
-            self.machine.same(start, end),
-            self.machine.same(start, end - 1),
-        )
-
-    def _exposed(self, end: int, backward: Table, inside: Mask | None) -> Table:
-        """Return the reduction left after the last microbatch's backward: what did not overlap, and the last bucket."""
-        zero = self.variant.zero
-        whole, tail = self.reductions.of(end, self.replicas, inside, zero)
-        left: Table = whole if self.options.sync_allreduce else np.maximum(whole - backward, tail)
-        # With ZeRO 1 and 2 parameters are gathered after the optimizer.
-        if self.offload.optimizer or self.offload.params:
-            left = left + self.copies_us(end)
-        return left + self.reductions.gather(end, self.replicas, inside) if zero in (1, 2) else left
-
-    # -- whether a stage fits ---------------------------------------------------------------------------------
-
-    def _forced(self, end: int) -> bool:
-        """Whether stages that end at `end` recompute all blocks because that was asked for."""
-        options = self.options
-        return options.checkpointing and not (options.checkpointing_no_last and end == self.blocks)
-
-    def _recomputes(self, end: int, plain: Table, used: int | None) -> Mask:
-        """Whether stages recompute, given that they need `plain` bytes without."""
-        if self._forced(end):
-            return np.ones((len(plain), len(self.replicas)), dtype=bool)
-        if used is None and self.counts.steady:  # only called if everything fits
-            return np.zeros((len(plain), len(self.replicas)), dtype=bool)
-        return np.greater(plain, self.limit)
-
-    def _stays_whole(self, end: int, again: Mask, memory: Table) -> Mask:
-        """Whether parameters of stages that need `memory` bytes stay whole until the last microbatch: where there is
-        room, and neither recomputing nor offloaded parameters make some."""
-        if not self._may_stay:
-            return np.zeros_like(again)
-        room = memory + self.memory.staying[:end, end] <= self.limit
-        found: Mask = room if self._forced(end) else room & ~again
-        return found
+class StageTables(StageTerms):
+    """Terms of E of all possible stages of one variant, and estimates of the chosen ones."""
 
     @cached_property
-    def _tight_ends(self) -> set[int]:
-        """Where stages end of which some might not fit without recomputing, or not with parameters that stay whole."""
-        ends = self._full_ends
-        if self._may_stay:  # then there is one number of replicas
-            more = self.memory.most() + self.memory.staying[:, :, 0] > self.limit
-            ends = ends | set(np.flatnonzero(np.triu(more, 1).any(axis=0)).tolist())
-        return ends
-
-    @cached_property
-    def _full_ends(self) -> set[int]:
-        """Where stages end of which some might not fit without recomputing."""
-        # With more replicas they need less.
-        return set(np.flatnonzero(np.triu(self.memory.most() > self.limit, 1).any(axis=0)).tolist())
-
-    @property
-    def tight(self) -> bool:
-        """Whether some stage might not fit without recomputing."""
-        return bool(self._full_ends)
-
-    def fewest(self) -> tuple[Counts, Counts]:
-        """Return lower bounds for the replicas of a stage without and with recomputing, for any later stages.
-
-        ``[start, end]``: places of numbers of replicas; behind the last one if the stage is not possible, or is a plan
-        of its own.
-        """
-        kept, less = self.memory.at_least()
-        plain = np.less_equal(kept, self.limit)
-        if self.options.checkpointing:  # all but the last stage
-            plain[:, : self.blocks] = False
-            plain[:, self.blocks] &= self.options.checkpointing_no_last
-        found = []
-        for fits in (plain, np.less_equal(less, self.limit)):
-            places = np.where(fits.any(axis=2) & self.allowed, fits.argmax(axis=2), len(self.replicas))
-            if places[0, self.blocks] == self._column.get(self.world):
-                places[0, self.blocks] = len(self.replicas)
-            found.append(places)
-        return found[0], found[1]
-
-    def memory_at_least(self) -> float:
-        """Return a lower bound of the memory of any plan: what some block needs in the stage that suits it best."""
-        kept, less = self.memory.at_least()
-        least = np.where(self.allowed, np.minimum(kept, less).min(axis=2), np.inf)
-        holding = np.minimum.accumulate(least, axis=0)  # [block, end]: of stages that begin at the block or before it
-        return float(max(holding[block, block + 1 :].min() for block in range(self.blocks)))
-
-    def exposed_at_least(self, places: Counts) -> Table:
-        """Return lower bounds of the exposed reduction of stages, for any later stages and any placement.
-
-        `places`: ``[start, end, ..]``: place of the smallest number of replicas that each may have. The result has as
-        many, or one where there is one number.
-        """
-        backward = self.backward_us
-        ends = [end for end in range(1, self.blocks + 1) if self._forced(end) or end in self._full_ends]
-        if ends:  # some may recompute
-            backward = backward.copy()
-            backward[:, ends] += self.forward_us[:, ends] + self.coming_us[:, ends]
-        zero = self.variant.zero
-        tables = self.reductions.least(self.replicas, zero)
-        if len(self.replicas) > 1:
-            starts, stops = np.arange(self.blocks + 1)[:, None, None], np.arange(self.blocks + 1)[None, :, None]
-            whole, tail, gather = (each[starts, stops, places] for each in tables)
-        else:
-            whole, tail, gather = tables
-        # If a backward waits for gradients to be scattered, only their last bucket may be left.
-        found = tail
-        if self.options.sync_allreduce:
-            found = whole
-        elif zero < 2:
-            found = np.maximum(whole - backward[:, :, None], tail)
-        return found + gather if zero in (1, 2) else found
-
-    def least_memory(self, end: int, used: int) -> Table:
-        """Return the minimum bytes of stages that end here, recomputing if that is less; infinite if not allowed."""
-        memory = self.memory.least(end, used)
-        left = self.world - used
-        fit = int(np.searchsorted(self.replicas, left, side="right"))
-        memory = np.where(self.allowed[:end, end, None], memory, np.inf)[:, :fit]
-        whole = self.replicas[:fit] == left
-        memory[0, ~whole] = np.inf
-        memory[1:, whole] = np.inf
-        return memory
-
-    def bytes_needed(self, start: int, end: int, replicas: int, *, used: int) -> float:
-        """Return the minimum bytes of one stage, with recomputing if that is less."""
-        return float(self.memory.least(end, used)[start, self.column(replicas)])
-
-    def bytes_kept(self, start: int, end: int, replicas: int, *, used: int) -> float:
-        """Return the bytes of one stage that keeps all activations."""
-        return float(self.memory.plain(end, used)[start, self.column(replicas)])
-
-    def recomputes(self, start: int, end: int, replicas: int, *, used: int) -> bool:
-        """Whether a stage recomputes its activations."""
-        return bool(self.stages(end, used).recompute[start, self.column(replicas)])
-
-    def stays_whole(self, start: int, end: int, replicas: int, *, used: int) -> bool:
-        """Whether a stage's parameters, which its replicas divide, stay whole until the last microbatch."""
-        return replicas > 1 and bool(self.stages(end, used).stays_whole[start, self.column(replicas)])
-
-    # -- one stage --------------------------------------------------------------------------------------------
+    def _segments(self) -> dict[tuple[int, int, int, int], DividedStage]:
+        """What was divided before, by first block, end, replicas and devices of later stages."""
+        return {}
 
     def segments(self, start: int, end: int, replicas: int, *, used: int) -> DividedStage:
         """Return what of a stage recomputes: the least that makes it fit, or all of it with `checkpointing`.
@@ -371,7 +30,7 @@ class StageTables:
         together where nothing is recomputed and memory suffices.
         """
         forward = np.diagonal(self.forward_us, 1)[start:end]
-        apart = bool(self.memory.apart[self.column(replicas)])
+        apart = self.memory.state.apart
         if not self.recomputes(start, end, replicas, used=used):
             key = (start, end, replicas, used)
             if key not in self._segments:
@@ -385,7 +44,7 @@ class StageTables:
             return self.away(start, end, flying, apart=apart)
         handed = self.intervals.handed(start, end, self.rows)
         least = least_memory(forward, activation, handed, flying, apart=apart)
-        if self._forced(end):
+        if self.forced(end):
             return least
         key = (start, end, replicas, used)
         if key not in self._segments:
@@ -406,7 +65,7 @@ class StageTables:
             for ends in (apart, joined)
         )
         fits = self.bytes_kept(start, end, replicas, used=used)
-        fits += float(self.memory.staying[start, end, self.column(replicas)]) * stays
+        fits += float(self.memory.state.staying[start, end, self.column(replicas)]) * stays
         return joined if fits - separate + together <= self.limit else apart
 
     def away(self, start: int, end: int, flying: int, *, apart: bool) -> DividedStage:
@@ -427,7 +86,7 @@ class StageTables:
         split = not self.recomputes(start, end, replicas, used=used)
         column = self.column(replicas)
         first, most = (self.counts.most_of(start, end, column, used=used, split=delays) for delays in (False, split))
-        inside = self._links(used)[2] if self._apart else None
+        inside = self.links(used)[2] if self.slots_matter else None
         divided = self.segments(start, end, replicas, used=used)
         whole = self.stays_whole(start, end, replicas, used=used)
         return self.estimate_of(start, end, replicas, divided, (first, most), split=split, whole=whole, inside=inside)

@@ -61,8 +61,6 @@ class StageMemory:
             self.stays, self.read_back, two = rows.handed_apart
             if not in_files(options.device):  # what a segment starts from is there again, and what the next one does
                 self.kept_apart = self.kept_apart + two
-        self.staying = state.staying
-        self.apart = state.apart
 
     def temporary(self, starts: slice | int, ends: slice | int) -> Table:
         """Return the bytes of what is needed while something is computed, by number of replicas or one for all."""
@@ -131,7 +129,7 @@ class StageMemory:
         flying = self._counts.most(end, used, split=False)
         kept = self.kept[:end, end, None]
         less = self.stays[:end, end, None] * flying + self.kept_apart[:end, end, None]
-        if not self.apart.any():
+        if not self.state.apart:
             less = np.minimum(kept, less)
         whole = self.plain(end, used, split=False) if self._counts.splits else plain
         return np.where(again, whole - kept * flying + less, plain)
@@ -152,6 +150,6 @@ class StageMemory:
         crossing = (self._rows.crossing + self._rows.given)[:, :, None]
         border = self._fixed(slice(None), slice(None)) + self.late + crossing * pieces
         kept, again = self.kept[:, :, None], (self.stays + self.kept_apart)[:, :, None]
-        if not self.apart.any():  # all together may need less
+        if not self.state.apart:  # all together may need less
             again = np.minimum(kept, again)
         return border + kept * pieces, border + again

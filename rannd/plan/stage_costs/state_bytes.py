@@ -21,7 +21,7 @@ class StateBytes:
     Args:
         intervals: Sizes of runs of blocks.
         zero: ZeRO stage.
-        replicas: Numbers of replicas that stages may have.
+        replicas: Numbers of replicas that stages may have; one with ZeRO 2 and 3.
         options: What the plan has to be like.
     """
 
@@ -29,8 +29,8 @@ class StateBytes:
         self._intervals, self._zero, self._device = intervals, zero, options.device
         self.offload = Offload.asked(options)
         """What is elsewhere while it is not needed."""
-        self.apart = (zero >= 2) & ((replicas > 1) | self.offload.params)
-        """Whether blocks have to be segments, by number of replicas: their gradients are given away."""
+        self.apart = zero >= 2 and (replicas[0] > 1 or self.offload.params)
+        """Whether blocks have to be segments: their gradients are given away, or their parameters."""
         self.held = self.of_replica(slice(None), slice(None), replicas if zero else 1)
         """``[start, end, number of replicas]``, or one entry for all; each block is a segment."""
         self.fixed = self.held.state + self.held.working
@@ -48,8 +48,7 @@ class StateBytes:
             ends: Blocks of the stage before the end of each segment.
             replicas: Number of replicas.
         """
-        apart = self._zero >= 2 and (replicas > 1 or self.offload.params)
-        units = self._intervals.units_of(start, ends) if apart else None
+        units = self._intervals.units_of(start, ends) if self.apart else None
         return self.of_replica(start, start + ends[-1], replicas, units)
 
     def whole_bytes(self, start: int, ends: Sequence[int], replicas: int, *, stays: bool) -> float:

@@ -214,7 +214,7 @@ class VirtualPlans:
         """
         table, homes = self.table(shape), shape.homes
         spans = list(zip(starts, (*starts[1:], len(self.blocks)), strict=True))
-        apart = shape.mode.zero >= 2 and (shape.replicas > 1 or table.offload.params)
+        apart = table.memory.state.apart
         chosen = [self._whole(table, *span, apart=apart) for span in spans]
         split = {stage for stage, span in enumerate(spans) if table.weight_us[span] > 0}
         asked = [self._asked(stage, shape.stages) for stage in range(shape.stages)]

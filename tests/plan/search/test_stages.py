@@ -204,13 +204,13 @@ def test_one_best_partial_plan_a_place_would_lose_plans(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("table", ["rest", "rounds", "together"])
 def test_a_bound_that_says_too_much_would_lose_plans(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use = Bounds.use
+    tighten = Bounds.tighten
 
     def too_much(bounds: Bounds, *paths: Any) -> None:
-        use(bounds, *paths)
+        tighten(bounds, *paths)
         setattr(bounds, table, getattr(bounds, table) * 1.3)
 
-    monkeypatch.setattr(Bounds, "use", too_much)
+    monkeypatch.setattr(Bounds, "tighten", too_much)
     assert wrong(range(150))
 
 

@@ -22,6 +22,13 @@ def _slots(random: Random, world: int) -> list[Slot]:
     return [Slot(node, place) for place, node in enumerate(nodes)]
 
 
+def _shared(random: Random, between: LinkCost | None) -> SharedTables:
+    """Tables of a random model of five blocks on nine devices."""
+    graph, costs = random_graph(random, 5), random_costs(random, 5)
+    intervals = Intervals(graph, [Block((at,)) for at in range(5)], costs.blocks)
+    return SharedTables(intervals, Machine(_slots(random, 9), LinkCost(1, 1000, 1, 1000), between))
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_pipelines_inside_nodes_are_those_whose_slots_are_on_one(seed: int) -> None:
     random = Random(seed)
@@ -38,12 +45,7 @@ def test_pipelines_inside_nodes_are_those_whose_slots_are_on_one(seed: int) -> N
 @pytest.mark.parametrize("seed", range(10))
 def test_no_bound_of_reductions_falls_with_the_number_of_replicas(seed: int, zero: int) -> None:
     """Bounds of the search take the smallest number that a stage may have."""
-    random = Random(seed)
-    graph = random_graph(random, 5)
-    blocks = [Block((at,)) for at in range(5)]
-    intervals = Intervals(graph, blocks, random_costs(random, 5).blocks)
-    machine = Machine(_slots(random, 9), LinkCost(1, 1000, 1, 1000), LinkCost(20, 1, 20, 1))
-    reductions = SharedTables(intervals, machine).reductions
+    reductions = _shared(Random(seed), LinkCost(20, 1, 20, 1)).reductions
     replicas = np.arange(1, 10)
     bounds = reductions.least(replicas, zero)
     for table in bounds:
@@ -59,11 +61,7 @@ def test_no_bound_of_reductions_falls_with_the_number_of_replicas(seed: int, zer
 @pytest.mark.parametrize("seed", range(10))
 def test_no_stage_needs_more_training_state_with_more_replicas(seed: int, offload: str) -> None:
     """Whether memory is tight is told by the smallest number."""
-    random = Random(seed)
-    graph = random_graph(random, 5)
-    blocks = [Block((at,)) for at in range(5)]
-    intervals = Intervals(graph, blocks, random_costs(random, 5).blocks)
-    shared = SharedTables(intervals, Machine(_slots(random, 9), LinkCost(1, 1, 1, 1), None))
+    shared = _shared(Random(seed), None)
     for zero in (0, 1):
         state = shared.state(zero, np.arange(1, 10), PlanOptions(offload_optimizer=offload))
         assert (np.diff(state.fixed, axis=2) <= 0).all()
