@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -47,14 +48,9 @@ class Bounds:
         self._units = tables.world // self._unit
         self._pieces = tables.world * tables.variant.microbatches
         self._count = tables.blocks
-        forward, fewest = tables.forward_us, tables.fewest()
+        forward = tables.forward_us
         self._forward = forward[0]
         """Forward time of the first blocks."""
-        self._ways = [
-            (fewest[0], *self._way(tables.backward_us, tables.weight_us)),
-            (fewest[1], *self._way(tables.backward_us + forward, np.zeros_like(forward))),
-        ]
-        """Without and with recomputing: place of the minimum replicas, round of a microbatch, fill."""
         # A stage on R of w devices runs P / R microbatches; if all are equally busy the longest round is the mean.
         devices = np.maximum(np.arange(self._units + 1) * self._unit, 1)
         work = (forward + tables.backward_us + tables.add_us - self._filled(tables.weight_us))[0]
@@ -62,7 +58,8 @@ class Bounds:
         mean[1:, 0] = np.inf
         self.rounds = np.repeat(mean[None], stages + 1, axis=0)
         """``[.., units of devices]``: lower bound of the longest round. Infinite without devices."""
-        self.rest = np.repeat(self._ways[0][2][:1], stages + 1, axis=0)  # several stages send no less than one
+        fill = self._fill(tables.backward_us - tables.weight_us)
+        self.rest = np.repeat(fill[:1], stages + 1, axis=0)  # several stages send no less than one
         self.rest[0, 0] = 0.0
         if stages:
             self.rest[0, 1:] = self.rest[1:, 0] = np.inf
@@ -75,17 +72,33 @@ class Bounds:
         result: Table = np.minimum(waits, self._tables.forward_us) / self._tables.variant.microbatches
         return result
 
-    def _way(self, backward: Table, waits: Table) -> tuple[Table, Table]:
-        """Return round per microbatch and fill of every stage, for `backward` times of which zb_h1 delays `waits`."""
+    @cached_property
+    def _ways(self) -> list[tuple[Counts, Table, Table]]:
+        """Without and with recomputing: place of the minimum replicas, round of a microbatch, fill."""
+        backward, waits = self._tables.backward_us, self._tables.weight_us
+        again = backward + self._tables.forward_us
+        plain, recomputing = self._tables.fewest()
+        return [
+            (plain, self._round(backward) - self._filled(waits), self._fill(backward - waits)),
+            (recomputing, self._round(again), self._fill(again)),
+        ]
+
+    def _fill(self, backward: Table) -> Table:
+        """Return what every stage adds to the fill, for times of the backward that fills."""
         tables, microbatch = self._tables, self._tables.microbatch
-        forward = tables.forward_us
-        values, grads = np.minimum(*microbatch.values_us), np.minimum(*microbatch.grads_us)
-        fill = forward + (backward - waits) + values + grads + microbatch.ranks_us
+        values, grads = microbatch.nearest_us
+        fill: Table = tables.forward_us + backward + values + grads + microbatch.ranks_us
         fill[0] += microbatch.to_ranks + tables.agreeing_us
-        backward = backward + tables.add_us
-        if tables.counts.steady:
-            return np.maximum(np.maximum(forward + backward, values), grads) - self._filled(waits), fill
-        return np.maximum(forward, values) + np.maximum(backward, grads), fill
+        return fill
+
+    def _round(self, backward: Table) -> Table:
+        """Return the round of a microbatch of every stage, for times of the whole backward."""
+        forward, backward = self._tables.forward_us, backward + self._tables.add_us
+        values, grads = self._tables.microbatch.nearest_us
+        if self._tables.counts.steady:
+            return np.maximum(np.maximum(forward + backward, values), grads)
+        result: Table = np.maximum(forward, values) + np.maximum(backward, grads)
+        return result
 
     def of(self, left: int, end: int, devices: int) -> tuple[Table, Table, Table, Table]:
         """Return bounds for what is missing before a stage that ends at `end`; it and the missing ones have `devices`.
@@ -128,7 +141,9 @@ class Bounds:
         replicas = self._numbers[places]
         fill = np.where(ways[0] < len(self._tables.replicas), plain, again)
         fill = np.where(replicas < NEVER, fill, np.inf)
-        exposed = self._tables.exposed_at_least(np.minimum(places, len(self._tables.replicas) - 1))
+        exposed = self._tables.exposed_at_least
+        if exposed.shape[2] > 1:
+            exposed = np.take_along_axis(exposed, np.minimum(places, exposed.shape[2] - 1), axis=2)
         left_over = np.broadcast_to(self._forward[:, None, None] + exposed, fill.shape)
         return StagesWithin(self, limits[:-1], replicas, fill, left_over)
 

@@ -147,7 +147,7 @@ def plan(
             for schedule in schedules
             for zero in zeros
             for numbers in replica_counts(zero, replicas, world)
-            for placement in machine.placements
+            for placement in (machine.placements if len(numbers) and numbers[0] < world else machine.placements[:1])
             for count in counts
             # Without replicas nothing is divided, but for what is offloaded: once is enough.
             if RunMode(schedule, zero) in RUN_MODES and len(numbers)

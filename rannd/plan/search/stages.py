@@ -130,20 +130,19 @@ def best_choice(tables: Sequence[StageTerms], *, stages: int, effort: int = EFFO
         return Found(None, math.inf, True)
     best: Choice | None = None
     passed: list[Choice] = []
-    for table in tables if stages in (0, 1) else ():
-        alone = e_of(table, (0,), (table.world,))
-        if alone is not None and (best is None or alone.preference_us < best.preference_us):
-            best = alone
-            passed.append(alone)
     searches = []
-    if stages != 1:
-        known: dict[tuple[Variant, bytes], Bounds] = {}  # the same for all orders of slots
-        for table in tables:
-            if table.blocks > 1 and table.replicas[0] < table.world:
-                key = msgspec.structs.replace(table.variant, placement=""), table.replicas.tobytes()
-                if key not in known:
-                    known[key] = Bounds(table, stages)
-                searches.append(_Search(table, known[key], stages))
+    known: dict[tuple[Variant, bytes], Bounds | None] = {}  # of all orders of slots, which are the same to one stage
+    for table in tables:
+        key = msgspec.structs.replace(table.variant, placement=""), table.replicas.tobytes()
+        several = stages != 1 and table.blocks > 1 and table.replicas[0] < table.world
+        if key not in known:
+            known[key] = Bounds(table, stages) if several else None
+            alone = e_of(table, (0,), (table.world,)) if stages in (0, 1) else None
+            if alone is not None and (best is None or alone.preference_us < best.preference_us):
+                best = alone
+                passed.append(alone)
+        if (bounds := known[key]) is not None:
+            searches.append(_Search(table, bounds, stages))
     waiting = sorted(searches, key=lambda each: each.bound)
     while waiting:
         below = math.inf

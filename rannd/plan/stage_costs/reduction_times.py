@@ -31,7 +31,7 @@ class Reductions:
         }
         self._links = [machine.between, machine.link] if machine.several else [machine.link]
         self._known: dict[tuple[_What, int, int, bytes], Table] = {}
-        self._least: dict[tuple[int, bytes], tuple[Table, Table, Table]] = {}
+        self._least: dict[bytes, tuple[Table, Table, Table]] = {}
         self._shared, self._shared_bucket = (
             allreduce_us(self._links[0], size, machine.world) for size in (shared, np.minimum(shared, BUCKET))
         )
@@ -67,13 +67,14 @@ class Reductions:
     def least(self, replicas: Counts, zero: int) -> tuple[Table, Table, Table]:
         """Return lower bounds of reduction, last bucket, gathering for any placement: ``[start, end, number of
         replicas]``. None falls with the number of replicas."""
-        key = zero, replicas.tobytes()
+        key = replicas.tobytes()
         if key not in self._least:
-            part = reduced_part(zero)
             own, bucket, values = (
                 np.minimum.reduce([allreduce_us(link, size[:, :, None], replicas) for link in self._links])
                 for size in self._bytes.values()
             )
-            tail = np.maximum(bucket * part, self._shared_bucket[:, :, None])
-            self._least[key] = own * part + self._shared[:, :, None], tail, values * 0.5
-        return self._least[key]
+            self._least[key] = own, bucket, values
+        own, bucket, values = self._least[key]
+        part = reduced_part(zero)
+        tail = np.maximum(bucket * part, self._shared_bucket[:, :, None])
+        return own * part + self._shared[:, :, None], tail, values * 0.5

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
+
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import Offload
 from rannd.plan.stage_costs.intervals import Intervals, at
@@ -45,6 +47,11 @@ class RowTables:
         outputs = float(self.output[0, intervals.count])
         self.to_ranks = machine.link.p2p_us(outputs) + machine.link.p2p_us(self.inputs_grad)
         """Time of the outputs and input gradients of the last microbatch."""
+
+    @cached_property
+    def nearest_us(self) -> tuple[Table, Table]:
+        """Times to receive activations and gradients over the faster link."""
+        return np.minimum(*self.values_us), np.minimum(*self.grads_us)
 
     @cached_property
     def weight_us(self) -> Table:

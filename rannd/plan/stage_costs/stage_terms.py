@@ -99,7 +99,6 @@ class StageTerms:
         """Whether parameters may stay whole until the last microbatch."""
         self._bases: dict[int, Terms] = {}
         self._known: dict[tuple[int, int], Terms] = {}
-        self._inside = shared.machine.pipelines_inside(replicas)
         self._column = {int(count): place for place, count in enumerate(replicas)}
 
     def column(self, replicas: int) -> int:
@@ -109,6 +108,11 @@ class StageTerms:
     def has(self, replicas: Iterable[int]) -> bool:
         """Whether stages may have these numbers of replicas."""
         return self._column.keys() >= set(replicas)
+
+    @cached_property
+    def _pipelines_inside(self) -> Mask:
+        """By number of replicas, whether each of the pipelines side by side stays inside a node."""
+        return self.machine.pipelines_inside(self.replicas)
 
     def copies_us(self, end: int) -> Table:
         """Return the time of copying what a step changes in and out: ``[start, number of replicas]`` or one for all."""
@@ -185,7 +189,7 @@ class StageTerms:
     def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
         """Return terms for all numbers of replicas. `links`: whether activations, gradients, reductions stay local."""
         rows = slice(0, end)
-        values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
+        values_inside, grads_inside = (self._pipelines_inside,) * 2 if links is None else links[:2]
         replicas_inside = links[2] if links is not None else None
         plain = self.memory.plain(end, used)
         again = self._recomputes(end, plain, used)
@@ -304,29 +308,24 @@ class StageTerms:
         holding = np.minimum.accumulate(least, axis=0)  # [block, end]: of stages that begin at the block or before it
         return float(max(holding[block, block + 1 :].min() for block in range(self.blocks)))
 
-    def exposed_at_least(self, places: Counts) -> Table:
-        """Return lower bounds of the exposed reduction of stages, for any later stages and any placement.
+    @cached_property
+    def exposed_at_least(self) -> Table:
+        """Lower bounds of the exposed reduction of stages, for any later stages and any placement.
 
-        `places`: ``[start, end, ..]``: place of the smallest number of replicas that each may have. The result has as
-        many, or one where there is one number.
+        ``[start, end, number of replicas]``. None falls with the number of replicas.
         """
-        backward = self.backward_us
-        ends = [end for end in range(1, self.blocks + 1) if self.forced(end) or end in self._full_ends]
-        if ends:  # some may recompute
-            backward = backward.copy()
-            backward[:, ends] += self.forward_us[:, ends] + self.coming_us[:, ends]
         zero = self.variant.zero
-        tables = self.reductions.least(self.replicas, zero)
-        if len(self.replicas) > 1:
-            starts, stops = np.arange(self.blocks + 1)[:, None, None], np.arange(self.blocks + 1)[None, :, None]
-            whole, tail, gather = (each[starts, stops, places] for each in tables)
-        else:
-            whole, tail, gather = tables
+        whole, tail, gather = self.reductions.least(self.replicas, zero)
         # If a backward waits for gradients to be scattered, only their last bucket may be left.
         found = tail
         if self.options.sync_allreduce:
             found = whole
         elif zero < 2:
+            backward = self.backward_us
+            ends = [end for end in range(1, self.blocks + 1) if self.forced(end) or end in self._full_ends]
+            if ends:  # some may recompute
+                backward = backward.copy()
+                backward[:, ends] += self.forward_us[:, ends] + self.coming_us[:, ends]
             found = np.maximum(whole - backward[:, :, None], tail)
         return found + gather if zero in (1, 2) else found
 
