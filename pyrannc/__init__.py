@@ -44,22 +44,27 @@ _network_interface.choose(os.environ)
 if TYPE_CHECKING:
     from rannd.runtime.averaged_model import AveragedModel
     from rannd.runtime.checkpoint.checkpoint_api import load_checkpoint, save_checkpoint
+    from rannd.runtime.elastic.elastic_sampler import ElasticSampler
+    from rannd.runtime.elastic.elastic_state import elastic, resume_step
 
 __all__ = [
     "AveragedModel",
     "CutPoint",
     "DistributeModelParams",
+    "ElasticSampler",
     "RaNNCModule",
     "all_gather",
     "barrier",
     "clear",
     "delay_grad_allreduce",
+    "elastic",
     "get_rank",
     "get_world_size",
     "keep_graph",
     "load_checkpoint",
     "profile",
     "recreate_all_communicators",
+    "resume_step",
     "save_checkpoint",
     "show_deployment",
     "sync_params_on_init",
@@ -82,6 +87,14 @@ def __getattr__(name: str) -> Any:
         from rannd.runtime.checkpoint import checkpoint_api
 
         return getattr(checkpoint_api, name)
+    if name == "ElasticSampler":
+        from rannd.runtime.elastic.elastic_sampler import ElasticSampler
+
+        return ElasticSampler
+    if name in ("elastic", "resume_step"):
+        from rannd.runtime.elastic import elastic_state
+
+        return getattr(elastic_state, name)
     if name in _REFUSED_FUNCTIONS:
         return _refused_function(name)
     raise AttributeError(f"module 'pyrannc' has no attribute {name!r}")

@@ -21,6 +21,7 @@ _MEMORY = "Memory"
 _SAVED = "Saved work"
 _RUN = "Run"
 _LAUNCH = "Launch"
+_ELASTIC = "Elastic jobs"
 _DEBUG = "Debugging"
 _DAEMON = "Daemon and cache"
 _LOG = "Logging"
@@ -364,6 +365,52 @@ class Config:
         group=_LAUNCH,
         plan_affecting=False,
     )
+    # --- ELASTIC: the last two are read by pyrannc.elastic, the others are flags of rannc-run
+    elastic: bool = item(
+        False,
+        "Start the ranks again when the host file changes or a rank fails (--elastic, docs/elastic.md).",
+        group=_ELASTIC,
+        plan_affecting=False,
+    )
+    min_np: int = item(
+        1,
+        "Minimum number of ranks of an elastic job; it waits for so many (--min-np).",
+        group=_ELASTIC,
+        plan_affecting=False,
+        least=1,
+    )
+    max_np: int = item(
+        0,
+        "Maximum number of ranks of an elastic job (--max-np); 0: all slots of the host file.",
+        group=_ELASTIC,
+        plan_affecting=False,
+        least=0,
+    )
+    max_restarts: int = item(
+        100,
+        "How often an elastic job is started again after failures (--max-restarts); three in a row without a new step "
+        "end it in any case.",
+        group=_ELASTIC,
+        plan_affecting=False,
+        least=0,
+    )
+    leave_timeout: float = item(
+        120.0,
+        "Seconds that the ranks of an elastic job get to save and end when hosts change (--leave-timeout).",
+        group=_ELASTIC,
+        plan_affecting=False,
+        least=0,
+    )
+    checkpoint_every: int = item(
+        100, "Number of steps between checkpoints of pyrannc.elastic.", group=_ELASTIC, plan_affecting=False, least=1
+    )
+    checkpoints_kept: int = item(
+        2,
+        "Number of whole checkpoints that pyrannc.elastic keeps.",
+        group=_ELASTIC,
+        plan_affecting=False,
+        least=1,
+    )
     # --- DEBUG
     show_config_items: bool = item(
         False, "Print every item with its value and origin.", group=_DEBUG, plan_affecting=False
@@ -488,8 +535,12 @@ class Config:
     def __post_init__(self) -> None:
         for row in ITEMS.values():
             object.__setattr__(self, row.name, row.check(getattr(self, row.name), self.origin(row.name)))
-        for low, high in (("min_pipeline", "max_pipeline"), ("min_partition_num", "max_partition_num")):
-            if getattr(self, low) > getattr(self, high):
+        for low, high in (
+            ("min_pipeline", "max_pipeline"),
+            ("min_partition_num", "max_partition_num"),
+            ("min_np", "max_np"),
+        ):
+            if getattr(self, low) > getattr(self, high) and (high != "max_np" or self.max_np):  # 0: no maximum
                 raise ConfigError(f"{self._told(low)} is above {self._told(high)}; raise {high} or lower {low}")
         for switch, file in (
             ("save_deployment", "deployment_file"),

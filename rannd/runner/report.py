@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from rannd.errors import LaunchError
 from rannd.runner.last_words import last_words
-from rannd.runner.watch.monitor import JobResult, RankEnd
+from rannd.runner.watch.job_result import JobResult, RankEnd
 
 _SIGNAL_WORDS = {
     signal.SIGKILL: "out of memory is likely, unless someone killed it",

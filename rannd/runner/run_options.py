@@ -22,6 +22,11 @@ FLAGS = {
     "timeout_start": "--timeout-start",
     "tune": "--tune",
     "preflight": "--preflight",
+    "elastic": "--elastic",
+    "min_np": "--min-np",
+    "max_np": "--max-np",
+    "max_restarts": "--max-restarts",
+    "leave_timeout": "--leave-timeout",
 }
 QUIET = "--quiet"
 """Flag that is short for one value of the item log_level."""

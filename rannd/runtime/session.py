@@ -92,6 +92,8 @@ class Session:
         self._steps = 0
         self.followers: list[weakref.ref[Follower]] = []
         """What has values for each of the model's tensors; in the same order on all ranks."""
+        self.between_steps: Callable[[], None] | None = None
+        """What is done before a call, if a step was made since the last one. Collective."""
         self.settled = self.world.size == 1 and not self.values.bare
         """Whether the undeployed model has its values, the same on all ranks."""
         self.delivered = 0
@@ -111,6 +113,8 @@ class Session:
 
         `delayed()` returns whether the reduction of gradients is delayed, now and when backward runs.
         """
+        if self.between_steps is not None:
+            self.between_steps()
         ready = self._flattened(args, kwargs, lambda call: self._prepare_call(call, training, waits=delayed()))
         outputs = self._run_call(ready)
         return self._finish_call(ready, outputs, delayed)

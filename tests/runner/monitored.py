@@ -11,8 +11,9 @@ from pathlib import Path
 
 import rannd
 from rannd.runner.job import _WATCHER
+from rannd.runner.watch.job_result import JobResult
 from rannd.runner.watch.line_channel import Listener
-from rannd.runner.watch.monitor import JobResult, Monitor
+from rannd.runner.watch.monitor import Monitor
 from rannd.runner.watch.watcher import SETTINGS_VARIABLE
 
 # Starts the ranks as Slurm's srun does, waits for all, and ends as the worst of them.

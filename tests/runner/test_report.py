@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from rannd.runner.report import exit_code, report, status_words
-from rannd.runner.watch.monitor import JobResult, RankEnd
+from rannd.runner.watch.job_result import JobResult, RankEnd
 
 
 def end(rank: int, status: int = 0, *, ordered: bool = False, time: float = 0.0, tail: str = "") -> RankEnd:

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rannd.errors import LaunchError
 from rannd.runner.launch.ask_hosts import ask
 from rannd.runner.launch.mpi import Launcher
 from rannd.runner.launch.probe import Answer, Question, here, is_free, usable_gpus
@@ -209,9 +208,3 @@ def _compare(
 def _no_answer(name: str, words: str) -> Problem:
     mend = f"does 'ssh {name} true' work without a password? is Python at the same path?"
     return Problem(name, "answer", words, mend)
-
-
-def refuse(problems: Sequence[Problem], hosts: int) -> None:
-    """Raise LaunchError with the table if there are problems."""
-    if problems:
-        raise LaunchError(table(problems, hosts))

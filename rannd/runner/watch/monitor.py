@@ -14,10 +14,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
 from rannd.lost_host import LOOK_S, LOST_S, is_lost
 from rannd.runner.watch import processes, wire
+from rannd.runner.watch.errand import Errand
+from rannd.runner.watch.job_result import JobResult, RankEnd
 from rannd.runner.watch.line_channel import Listener, prepare
 from rannd.runner.watch.output import LineTagger, OutputQueue
 
@@ -45,53 +46,6 @@ _HELLO_S = 5.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-@dataclass
-class RankEnd:
-    """How one rank ended."""
-
-    rank: int
-    host: str
-    pid: int
-    status: int
-    """Exit code, or minus the signal that killed it."""
-    time: float
-    """Seconds since the epoch, by the clock of the rank's host."""
-    tail: str
-    """The end of its standard error."""
-    ordered: bool
-    """Whether it ended by the signal that rannc-run had sent it."""
-    lost: bool = False
-    """Whether its host does not answer any more, so that the fate of the rank is unknown."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended with an error, and not because it was told to end."""
-        return self.status != 0 and not self.ordered
-
-
-@dataclass
-class JobResult:
-    """What happened to a job."""
-
-    ends: list[RankEnd] = field(default_factory=list)
-    """One per rank that reported its end, by time."""
-    signal: int = 0
-    """The signal that ended the job from outside (SIGPIPE: standard output was closed), 0 for none."""
-    launcher_status: int = 0
-    """Exit code of the MPI launcher, or minus the signal."""
-    launcher_output: str = ""
-    """The end of the launcher's own output."""
-    missing: int = 0
-    """Number of ranks that never reported that they run."""
-    late: bool = False
-    """Whether the job was ended because not all ranks had started in time."""
-
-    @property
-    def failures(self) -> list[RankEnd]:
-        """The ranks that failed by themselves, first one first."""
-        return [end for end in self.ends if end.failed]
 
 
 class _Link:
@@ -129,6 +83,7 @@ class Monitor:
         grace: Seconds between SIGTERM and SIGKILL; the watchers use the same.
         start: Seconds within which every rank must start; 0: no limit.
         started: Called when the first rank has started; returns a line for the user, or ''.
+        errand: What to do meanwhile. Then ranks get SIGUSR1 (save, and end) before SIGTERM.
     """
 
     def __init__(
@@ -140,6 +95,7 @@ class Monitor:
         grace: float,
         start: float = 0.0,
         started: Callable[[], str] = str,
+        errand: Errand | None = None,
     ) -> None:
         self._reception = listener.reception(self._say)
         self._launcher = launcher
@@ -148,6 +104,7 @@ class Monitor:
         self._grace = grace
         self._start = start
         self._started = started
+        self._errand = errand
         self._start_by = time.monotonic() + start if start else None
         self._output = OutputQueue()
         self._links: dict[int, _Link] = {}  # by descriptor
@@ -155,7 +112,8 @@ class Monitor:
         self._result = JobResult()
         self._launcher_tail = bytearray()
         self._stopping = 0  # the signal sent to all ranks, 0 while the job runs
-        self._stop_at: float | None = None  # after a failure
+        self._leaving = False  # ranks were asked to save and end by themselves
+        self._stop_at: float | None = None  # after a failure, or for those that do not end by themselves
         self._kill_launcher_at: float | None = None
         self._launcher_asked = False  # it was sent SIGTERM by this monitor
         self._launcher_gone = False
@@ -220,6 +178,8 @@ class Monitor:
             poll.register(launcher_pipe, select.POLLIN)
         moments = (self._stop_at, self._kill_launcher_at, self._start_by, self._look_at, self._hello_by)
         due = [moment for moment in moments if moment is not None]
+        if self._errand is not None and not self._stopping:
+            due.append(self._errand.due())
         pauses = [max(0.0, moment - time.monotonic()) for moment in due]
         if (pause := self._reception.due()) is not None:
             pauses.append(pause)
@@ -236,6 +196,8 @@ class Monitor:
             self._receive(self._links[fd])
         if launcher_pipe is not None and not launcher_pipe.closed and launcher_pipe.fileno() in ready:
             self._hear_launcher()
+        if self._errand is not None and not self._stopping and time.monotonic() >= self._errand.due():
+            self._errand.run(self._leave)
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
             self._stop(signal.SIGTERM)
         self._look_after_launcher()
@@ -278,6 +240,10 @@ class Monitor:
         if self._result.signal == 0 and not self._stopping:
             self._result.signal = signum
             ranks = "1 rank" if self._size == 1 else f"{self._size} ranks"
+            if self._errand is not None and signum == signal.SIGTERM:
+                self._say(f"SIGTERM: {ranks} may save and end by themselves, for {self._errand.leave_s:g} s")
+                self._leave(self._errand.leave_s)
+                return
             self._say(f"{signal.Signals(signum).name}: ending {ranks}, SIGKILL after {self._grace:g} s")
             self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
         elif signum != signal.SIGPIPE:
@@ -285,6 +251,20 @@ class Monitor:
             self._say(f"{signal.Signals(signum).name} again: SIGKILL for every rank now")
             self._tell_all(wire.encode(wire.KILL))
             self._kill_launcher_at = time.monotonic() + 1.0
+
+    def _leave(self, seconds: float) -> None:
+        """Ask every rank to save and to end by itself within `seconds`."""
+        if self._stopping:
+            return
+        if not self._leaving:
+            self._tell_all(wire.encode_json(wire.SIGNAL, signal=signal.SIGUSR1))
+        self._leaving = True
+        self._stop_soon(seconds)
+
+    def _stop_soon(self, seconds: float) -> None:
+        """Ask every rank to end after `seconds` at most."""
+        moment = time.monotonic() + seconds
+        self._stop_at = moment if self._stop_at is None else min(moment, self._stop_at)
 
     def _stop(self, signum: int) -> None:
         """Ask every rank to end; the watchers send SIGKILL after the grace period."""
@@ -343,6 +323,8 @@ class Monitor:
             self._output.write(fd, tagger.feed(payload))
         elif kind == wire.EXIT:
             self._take_end(link, payload)
+        elif kind == wire.NOTE and self._errand is not None:
+            self._errand.take_note(link.rank, wire.decode_json(payload))
         elif kind == wire.DONE:
             self._flush(link)
             link.done = True
@@ -367,6 +349,8 @@ class Monitor:
             }
         if self._stopping:
             link.send(wire.encode_json(wire.STOP, signal=self._stopping))
+        elif self._leaving:  # it has done nothing yet that could be saved
+            link.send(wire.encode_json(wire.SIGNAL, signal=signal.SIGUSR1))
 
     def _take_end(self, link: _Link, payload: bytes) -> None:
         fields = wire.decode_json(payload)
@@ -385,8 +369,8 @@ class Monitor:
         self._result.ends.append(link.end)
         if fields["leftovers"]:
             self._say(f"rank {link.rank} on {link.host} left processes behind, ending {', '.join(fields['leftovers'])}")
-        if status != 0 and not self._stopping and self._stop_at is None:
-            self._stop_at = time.monotonic() + _LAST_WORDS_S
+        if status != 0 and not self._stopping:
+            self._stop_soon(_LAST_WORDS_S)
 
     def _flush(self, link: _Link) -> None:
         for fd, tagger in link.streams.values():

@@ -38,6 +38,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from rannd import rank_notes
 from rannd.host_name import host_name
 from rannd.lost_host import LOOK_S, is_lost
 from rannd.rank_variables import MPI_RANKS, torch_variables
@@ -85,10 +86,18 @@ class Watcher:
         rank: Number of the rank.
         grace: Seconds between asking the rank to end and SIGKILL.
         log_dir: Directory for the rank's ``stdout``, ``stderr`` and ``error.json``, or None.
+        notes: Whether the rank may tell how far it is (rank_notes.py).
     """
 
     def __init__(
-        self, monitor: socket.socket, command: list[str], rank: int, grace: float, log_dir: str | None
+        self,
+        monitor: socket.socket,
+        command: list[str],
+        rank: int,
+        grace: float,
+        log_dir: str | None,
+        *,
+        notes: bool = False,
     ) -> None:
         self._monitor: socket.socket | None = monitor
         self._reader = wire.FrameReader()
@@ -119,15 +128,15 @@ class Watcher:
             if signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, lambda *_: None)
         processes.adopt_orphans()
-        self._pid, stdout, stderr = self._start(command)
-        self._pipes = {stdout: wire.STDOUT, stderr: wire.STDERR}
+        self._pid, *pipes = self._start(command, notes=notes)
+        self._pipes = dict(zip(pipes, (wire.STDOUT, wire.STDERR, wire.NOTE), strict=False))
+        self._note = bytearray()  # the start of a line
         monitor.setblocking(False)
 
     @staticmethod
-    def _start(command: list[str]) -> tuple[int, int, int]:
-        """Fork and execute the rank; return its pid and the read ends of its output."""
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
+    def _start(command: list[str], *, notes: bool) -> list[int]:
+        """Fork and execute the rank; return its pid and the read ends of its output, and of its notes."""
+        pipes = [os.pipe() for _ in range(3 if notes else 2)]
         watcher = os.getpid()
         # Signals are blocked until the fork has reset the watcher's handlers: one in between would be lost.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
@@ -143,19 +152,20 @@ class Watcher:
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; the rank's own Python decides
                 signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
                 null = os.open(os.devnull, os.O_RDONLY)
-                for fd, target in ((null, 0), (out_write, 1), (err_write, 2)):
+                for fd, target in ((null, 0), (pipes[0][1], 1), (pipes[1][1], 2)):
                     os.dup2(fd, target, inheritable=True)
+                if notes:
+                    rank_notes.give(pipes[2][1])
                 os.execvp(command[0], command)
             except OSError as error:
                 os.write(2, f"rannc-run: cannot execute {command[0]!r}: {error}\n".encode())
             finally:
                 os._exit(127)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        os.close(out_write)
-        os.close(err_write)
-        for fd in (out_read, err_read):
-            os.set_blocking(fd, False)
-        return pid, out_read, err_read
+        for read_end, write_end in pipes:
+            os.close(write_end)
+            os.set_blocking(read_end, False)
+        return [pid, *(read_end for read_end, _ in pipes)]
 
     def run(self) -> None:
         """Send HELLO, then work until the monitor sends QUIT, or is gone and the rank has ended."""
@@ -316,12 +326,25 @@ class Watcher:
             self._close_pipe(fd)
             return False
         stream = self._pipes[fd]
+        if stream == wire.NOTE:
+            self._take_notes(data)
+            return True
         self._log(stream, data)
         if stream == wire.STDERR:
             self._tail += data
             del self._tail[:-_TAIL]
         self._send(wire.encode(stream, data))
         return True
+
+    def _take_notes(self, data: bytes) -> None:
+        """Pass on whole lines that are JSON objects; a script can write anything here."""
+        *lines, rest = (self._note + data).split(b"\n")
+        self._note = rest[: rank_notes.LONGEST + 1]
+        for line in lines:
+            if len(line) <= rank_notes.LONGEST:
+                with contextlib.suppress(wire.WireError):
+                    wire.decode_json(bytes(line))
+                    self._send(wire.encode(wire.NOTE, bytes(line)))
 
     def _log(self, stream: bytes, data: bytes) -> None:
         if stream not in self._logs:
@@ -431,7 +454,8 @@ def _watch(settings: dict[str, Any], rank: int) -> None:
     if log_dir is not None:
         log_dir = os.path.join(log_dir, f"rank_{rank}")
     try:
-        watcher = Watcher(channel, _unshielded(sys.argv[1:]), rank, settings["grace"], log_dir)
+        notes = bool(settings.get("notes"))
+        watcher = Watcher(channel, _unshielded(sys.argv[1:]), rank, settings["grace"], log_dir, notes=notes)
     except OSError as error:
         sys.exit(f"rannc-run: rank {rank} on {host_name()} cannot start: {error}")
     # The launcher waits until its pipes are closed; the watcher may outlive it by the grace period.

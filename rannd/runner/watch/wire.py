@@ -10,6 +10,7 @@ kind        direction           payload
 ``HELLO``   watcher -> monitor  ``{"rank", "host", "pid"}``; the first frame
 ``STDOUT``  watcher -> monitor  bytes the rank wrote to its standard output
 ``STDERR``  watcher -> monitor  bytes the rank wrote to its standard error
+``NOTE``    watcher -> monitor  a JSON object that the rank wrote to its notes (rannd/rank_notes.py)
 ``EXIT``    watcher -> monitor  ``{"status", "time", "tail", "ordered", "leftovers"}``
 ``DONE``    watcher -> monitor  empty: no process of the rank is left, all output was sent
 ``SIGNAL``  monitor -> watcher  ``{"signal"}``: forward it to the rank
@@ -29,13 +30,14 @@ from typing import Any
 HELLO = b"H"
 STDOUT = b"O"
 STDERR = b"E"
+NOTE = b"N"
 EXIT = b"X"
 DONE = b"D"
 SIGNAL = b"S"
 STOP = b"T"
 KILL = b"K"
 QUIT = b"Q"
-KINDS = frozenset((HELLO, STDOUT, STDERR, EXIT, DONE, SIGNAL, STOP, KILL, QUIT))
+KINDS = frozenset((HELLO, STDOUT, STDERR, NOTE, EXIT, DONE, SIGNAL, STOP, KILL, QUIT))
 
 #: Maximum payload in bytes.
 MAX_PAYLOAD = 1 << 20

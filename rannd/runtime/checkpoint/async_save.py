@@ -14,11 +14,12 @@ from rannd.runtime.failure import late_error
 class PendingSave:
     """What an asynchronous save gives back. Its thread keeps the process alive until the checkpoint is there."""
 
-    def __init__(self, work: Callable[[], None], path: str, *, tells: bool) -> None:
-        """`tells`: log the error that all ranks have."""
+    def __init__(self, work: Callable[[], None], path: str, *, tells: bool, asks: bool) -> None:
+        """`tells`: log the error that all ranks have. `asks`: its owner asks for the `error`, and no call raises it."""
         self._work = work
         self._path = path
         self._tells = tells
+        self._asks = asks
         self._error: Exception | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name="rannd checkpoint")
@@ -39,13 +40,18 @@ class PendingSave:
     @property
     def unseen(self) -> CheckpointError | None:
         """The error if nobody has seen it. That another rank has failed (StepError) every call says anyway."""
-        return None if isinstance(self._error, StepError) else self.untold
+        return None if isinstance(self._error, StepError) or self._asks else self.untold
 
     @property
     def untold(self) -> CheckpointError | None:
         """The error if nobody has seen it, whatever it is: for the end of the script, after which no call comes."""
         error = self._error
-        return None if error is None or self._told else self._failure(error)
+        return None if error is None or self._told or self._asks else self._failure(error)
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Its error, if it has ended with one."""
+        return None if self._error is None else self._failure(self._error)
 
     def join(self) -> None:
         """Wait for the end, well or not."""
@@ -71,9 +77,9 @@ class PendingSave:
                 log.get("RaNNCModule").error("%s", self._failure(exc))
 
 
-def start(work: Callable[[], None], path: str, *, tells: bool) -> PendingSave:
-    """Save in a thread. The one before has ended, see `late_error.settle`."""
-    pending = PendingSave(work, path, tells=tells)
+def start(work: Callable[[], None], path: str, *, tells: bool, asks: bool = False) -> PendingSave:
+    """Save in a thread. The one before has ended, see `late_error.settle`. Arguments: as of `PendingSave`."""
+    pending = PendingSave(work, path, tells=tells, asks=asks)
     late_error.follow(pending)
     try:
         pending._thread.start()

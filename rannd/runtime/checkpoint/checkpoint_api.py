@@ -62,7 +62,7 @@ def save_checkpoint(
             is as it was.
         StepError: Ranks are at different places of the script.
     """
-    world, subject = _subject(model, optimizer, scheduler, scaler, averaged)
+    world, subject = subject_of(model, optimizer, scheduler, scaler, averaged)
     if isinstance(model, RaNNCModule) and model._session.something_waits:
         log.get("RaNNCModule").warning(
             "Gradients wait for their reduction (delay_grad_allreduce); a checkpoint does not have them. Save after "
@@ -104,20 +104,21 @@ def load_checkpoint(
         UsageError: The optimizer is not the one that the model was wrapped with.
         StepError: Ranks are at different places of the script.
     """
-    world, subject = _subject(model, optimizer, scheduler, scaler, averaged)
+    world, subject = subject_of(model, optimizer, scheduler, scaler, averaged)
     found, position = loading.load(world, path, subject, prefix=prefix, strict=strict, rng=rng)
     if position is not None and isinstance(model, RaNNCModule):
         model._session.resume(*position)
     return found
 
 
-def _subject(
+def subject_of(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
     scaler: Any,
     averaged: AveragedModel | None,
 ) -> tuple[World, Subject]:
+    """Return the ranks, and what a checkpoint of these is of. UsageError for arguments of other kinds."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"a checkpoint is of a torch.nn.Module, not of a {type(model).__qualname__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):

@@ -13,6 +13,7 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 
+from rannd import rank_notes
 from rannd.errors import CheckpointError, RanndError, UsageError, text_of
 from rannd.runtime.averaged_model import AveragedModel
 from rannd.runtime.checkpoint.async_save import PendingSave, start
@@ -82,8 +83,12 @@ def save(
     step: int | None,
     extra: Any,
     asynchronous: bool,
+    asks: bool = False,
 ) -> PendingSave | None:
-    """Write a checkpoint. Collective; with `asynchronous` only until this rank's values are copied."""
+    """Write a checkpoint. Collective; with `asynchronous` only until this rank's values are copied.
+
+    `asks`: whoever calls this asks for the error of an asynchronous save.
+    """
     late_error.settle()
     meet(world, Phase.SAVE_CHECKPOINT)
     content, outline, script = Content(), b"", b""
@@ -103,6 +108,8 @@ def save(
 
     def write(among: World) -> None:
         _write(among, draft, folder, content, script, told)
+        if step is not None and step >= 0:
+            rank_notes.tell(**{rank_notes.SAVED: step})
 
     if not asynchronous:
         write(world)
@@ -112,7 +119,7 @@ def save(
         with world.watch.beside(SAVING):
             write(other)
 
-    return start(write_beside, os.fspath(path), tells=world.rank == 0)
+    return start(write_beside, os.fspath(path), tells=world.rank == 0, asks=asks)
 
 
 @contextlib.contextmanager

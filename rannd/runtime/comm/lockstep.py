@@ -46,9 +46,10 @@ class Phase(enum.IntEnum):
     AVERAGE = 18
     AVERAGES = 19
     ALL_GATHER = 20
+    ELASTIC = 21
 
 
-_STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.CLIP, Phase.ALLREDUCE_GRADS})
+_STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.CLIP, Phase.ALLREDUCE_GRADS, Phase.ELASTIC})
 """Those of a training step; before all others, values of the device that were to be used later are used."""
 
 _PLACES = {
@@ -56,6 +57,7 @@ _PLACES = {
     Phase.DISTRIBUTE: "DistributeModelParams",
     Phase.AVERAGE: "the constructor of AveragedModel",
     Phase.AVERAGES: "state_dict or undeploy of an AveragedModel",
+    Phase.ELASTIC: "pyrannc.elastic, between two batches or steps",
     Phase.GET_PARAM: "get_param, or another function that gathers parameters",
 }
 

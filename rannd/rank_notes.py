@@ -1,0 +1,37 @@
+"""Lets a rank tell an elastic `rannc-run` how far it is: JSON objects, one per line, in a pipe to the rank's watcher.
+
+The fields are below; each is optional. Standard library only: the watcher of a rank runs without site-packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+
+VARIABLE = "RANND_NOTES"
+"""Environment variable with the descriptor of the pipe and the process that has it: ``7:4711``."""
+LONGEST = 4096
+"""Bytes of a line: those that a pipe takes whole (PIPE_BUF)."""
+
+STEP = "step"
+"""Optimizer steps that are done."""
+SAVED = "saved"
+"""Step of a checkpoint that is whole."""
+LEFT = "left"
+"""The rank ends because it was asked to, and not because its training is over; step of the newest checkpoint."""
+
+
+def give(descriptor: int) -> None:
+    """Let the program that this process executes next write notes to `descriptor`."""
+    os.set_inheritable(descriptor, True)
+    os.environ[VARIABLE] = f"{descriptor}:{os.getpid()}"
+
+
+def tell(**fields: int) -> None:
+    """Send a note; no-op if nobody reads it, and in processes that a rank has started."""
+    descriptor, _, owner = os.environ.get(VARIABLE, "").partition(":")
+    if owner != str(os.getpid()):
+        return
+    with contextlib.suppress(OSError, ValueError):  # the watcher is gone: it ends this process, too
+        os.write(int(descriptor), json.dumps(fields).encode() + b"\n")

@@ -1,0 +1,98 @@
+"""What is done while the ranks of an elastic job run: its host file is read, and what the ranks tell is noted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rannd import rank_notes
+from rannd.runner.elastic.host_file import LOOK_S, HostFile
+from rannd.runner.elastic.members import Members, words
+from rannd.runner.elastic.restarts import Restarts
+from rannd.runner.resources.host_list import Host, is_local
+from rannd.runner.starting import say
+
+_NEVER_S = 3600.0
+
+
+class HostErrand:
+    """The errand of one start, see `rannd.runner.watch.errand`.
+
+    Args:
+        file: The host file; None: the hosts do not change.
+        members: The hosts of the job.
+        here: Those on which this start's ranks run.
+        leave_timeout: Seconds that ranks get to save and end if hosts change.
+        grace: The same after SIGTERM.
+        restarts: What it counts steps for.
+    """
+
+    def __init__(
+        self,
+        file: HostFile | None,
+        members: Members,
+        here: Sequence[Host],
+        leave_timeout: float,
+        grace: float,
+        restarts: Restarts,
+    ) -> None:
+        self.leave_s = grace
+        self._file, self._members, self._here = file, members, list(here)
+        self._leave_timeout, self._restarts = leave_timeout, restarts
+        self._look_at = time.monotonic()
+        self.changing = False
+        """The ranks were asked to leave because the hosts change."""
+        self.speaks = False
+        """The script uses `pyrannc.elastic`."""
+        self.left = False
+        """Some rank has saved and ended because it was asked to."""
+        self.left_after = -1
+        """The step that was saved then."""
+        self.saved = -1
+        """Step of the newest checkpoint; -1: none is known."""
+
+    def due(self) -> float:
+        """Return when the file is looked at next."""
+        return self._look_at
+
+    def run(self, leave: Callable[[float], None]) -> None:
+        """Look at the host file, and let the ranks leave if other ones are to run."""
+        self._look_at = time.monotonic() + (_NEVER_S if self._file is None else LOOK_S)
+        if self._file is None or self.changing or not self._file.changed():
+            return
+        named = self._file.hosts
+        if any(is_local(host.name) for host in self._here) and not any(is_local(host.name) for host in named):
+            say(
+                f"{self._file.path} does not name this machine any more, but rannc-run itself runs here: the job goes "
+                "on with the hosts that it had. To leave this machine, end rannc-run and start it elsewhere"
+            )
+            return
+        self._members.name(named)
+        found = self._members.chosen()
+        if found == self._here:
+            return
+        if not found:
+            say(
+                f"{self._file.path} has changed, to fewer slots than --min-np {self._members.least}: the ranks save "
+                "and end, and the job waits for more"
+            )
+        else:
+            say(f"{self._file.path} has changed: asking {words(self._here)} to save and end, for {words(found)}")
+        self.changing = True
+        leave(self._leave_timeout)
+
+    def take_note(self, rank: int, note: dict[str, Any]) -> None:
+        """Take what a rank says; what no rank says is left out."""
+        for name, value in note.items():
+            if type(value) is not int or value < 0:
+                continue
+            if name == rank_notes.STEP:
+                self.speaks = True
+                self._restarts.note_step(value)
+            elif name == rank_notes.SAVED:
+                self.saved = max(self.saved, value)
+            elif name == rank_notes.LEFT:
+                self.left, self.speaks = True, True
+                self.left_after = value
+                self.saved = max(self.saved, value)

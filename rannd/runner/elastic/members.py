@@ -1,0 +1,66 @@
+"""Which of the named hosts take part in the next start of an elastic job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rannd.runner.resources.host_list import Host
+
+RETRY_S = 300.0
+"""Seconds after which a host that was lost, or was not ready, may take part again."""
+
+
+@dataclass
+class Members:
+    """The hosts of a job.
+
+    Args:
+        least, most: Minimum and maximum number of ranks; 0: no maximum.
+    """
+
+    least: int
+    most: int
+    named: list[Host] = field(default_factory=list)
+    _out: dict[str, tuple[Host, float]] = field(default_factory=dict)
+    """Hosts that are left out, as they were named, and until when."""
+
+    def name(self, hosts: Sequence[Host]) -> None:
+        """Take the hosts that the user names now. A host that was left out is back if its entry is another one."""
+        self.named = list(hosts)
+        self._out = {name: (host, until) for name, (host, until) in self._out.items() if host in self.named}
+
+    def leave_out(self, name: str) -> None:
+        """Leave a host out for a while, or until its entry changes."""
+        host = next((host for host in self.named if host.name == name), None)
+        if host is not None:
+            self._out[name] = host, time.monotonic() + RETRY_S
+
+    @property
+    def left_out(self) -> list[str]:
+        """Hosts that do not take part, although they are named."""
+        return [name for name, (_, until) in self._out.items() if time.monotonic() < until]
+
+    def chosen(self) -> list[Host]:
+        """Return the hosts of the next start with the slots that are used; [] if there are too few slots."""
+        found: list[Host] = []
+        out = {self._out[name][0] for name in self.left_out}
+        free = self.most or size_of(self.named)
+        for host in self.named:
+            slots = min(host.slots, free)
+            if host not in out and slots:
+                found.append(Host(host.name, slots))
+                free -= slots
+        return found if found and size_of(found) >= self.least else []
+
+
+def size_of(hosts: Sequence[Host]) -> int:
+    """Number of ranks."""
+    return sum(host.slots for host in hosts)
+
+
+def words(hosts: Sequence[Host]) -> str:
+    """Name hosts for the user: ``4 ranks on a:2, b:2``."""
+    count = size_of(hosts)
+    return f"{count} rank{'s' if count > 1 else ''} on {', '.join(f'{host.name}:{host.slots}' for host in hosts)}"

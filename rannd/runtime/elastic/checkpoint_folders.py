@@ -1,0 +1,39 @@
+"""The checkpoints of one training: folders ``step-00000120`` in a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from pathlib import Path
+
+from rannd.runtime.checkpoint.manifest import MANIFEST
+from rannd.runtime.storage.atomic_folder import GONE, remove
+
+_NAME = re.compile("step-([0-9]{8,18})")
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return directory / f"step-{step:08d}"
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Steps of which there are checkpoints, the newest first. OSError where the directory cannot be read."""
+    try:
+        names = [each.name for each in directory.iterdir() if (each / MANIFEST).is_file()]
+    except FileNotFoundError:
+        return []
+    return sorted((int(found[1]) for name in names if (found := _NAME.fullmatch(name))), reverse=True)
+
+
+def prune(directory: Path, kept: int) -> None:
+    """Remove all but the newest `kept`; what cannot be removed stays until the next time."""
+    with contextlib.suppress(OSError):
+        for step in saved_steps(directory)[kept:]:
+            with contextlib.suppress(OSError):
+                folder = folder_of(directory, step)
+                gone = directory / f".{folder.name}{GONE}{secrets.token_hex(8)}"
+                os.rename(folder, gone)  # first: half of it would look like a checkpoint
+                remove(gone)

@@ -1,0 +1,270 @@
+"""`pyrannc.elastic`: a training that is saved between steps, and goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from rannd import log, rank_notes
+from rannd.errors import CheckpointError, UsageError
+from rannd.runtime.averaged_model import AveragedModel
+from rannd.runtime.checkpoint.async_save import PendingSave
+from rannd.runtime.checkpoint.checkpoint_api import load_checkpoint, subject_of
+from rannd.runtime.checkpoint.content import MODEL
+from rannd.runtime.checkpoint.saving import save
+from rannd.runtime.comm.gather_objects import agree_on_errors
+from rannd.runtime.comm.lockstep import Phase, agree
+from rannd.runtime.elastic.checkpoint_folders import folder_of, prune, saved_steps
+from rannd.runtime.elastic.elastic_sampler import ElasticSampler
+from rannd.runtime.elastic.leave_request import LeaveRequest
+from rannd.runtime.module import RaNNCModule
+
+_TELL_S = 1.0
+"""Minimum seconds between two notes of the present step to rannc-run."""
+_KEY = "pyrannc.elastic"
+_RUNNING, _WHOLE, _FAILED = 1, 2, 3
+"""States of an asynchronous save; 0: there is none."""
+
+
+class ElasticState:
+    """What `pyrannc.elastic` returns."""
+
+    def __init__(
+        self,
+        model: RaNNCModule,
+        optimizer: torch.optim.Optimizer,
+        parts: dict[str, Any],
+        sampler: ElasticSampler | None,
+        directory: Path,
+        every: int,
+        kept: int,
+    ) -> None:
+        self.step = 0
+        """Number of optimizer steps that are done."""
+        self.restored = False
+        """Whether there was a checkpoint to go on from."""
+        self.extra: dict[str, Any] = {}
+        """The script's own plain data, which is saved and restored with the rest; rank 0's."""
+        self._model, self._optimizer, self._parts, self._sampler = model, optimizer, parts, sampler
+        self._directory, self._every, self._kept = directory, every, kept
+        self._world = model._session.world
+        self._saved = 0
+        """Step of the newest checkpoint that is whole or on its way, or that failed."""
+        self._whole = -1
+        self._pending: PendingSave | None = None
+        self._pending_step = 0
+        self._seen = 0
+        """Step at the last time between steps."""
+        self._told_at = -_TELL_S
+        self._restore()
+        self._leave = LeaveRequest()
+        inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
+        (inner if isinstance(inner, torch.optim.Optimizer) else optimizer).register_step_post_hook(self._count)
+        if sampler is None:
+            model._session.between_steps = self.between
+        else:
+            sampler._between = self.between
+        rank_notes.tell(**{rank_notes.STEP: self.step})
+
+    def _count(self, *_: Any) -> None:
+        self.step += 1
+
+    def between(self) -> None:
+        """Save if it is time to, and end if that was asked for. Called between steps, on all ranks; collective.
+
+        Does nothing if no step was made since the last time. The script calls it itself only where it has no
+        ElasticSampler and does more after a step than to call the model again.
+
+        Raises:
+            SystemExit: rannc-run, or a batch system (SIGUSR1), has asked some rank to end; all is saved.
+            StepError: Ranks are at different places of the script.
+        """
+        if self.step == self._seen:
+            return
+        self._seen = self.step
+        told = agree(self._world, Phase.ELASTIC, self.step, int(self._leave.asked), self._state_of_save())
+        self._settle([state for _, state in told])
+        if any(asked for asked, _ in told):
+            self._end()
+        if self.step - self._saved >= self._every and self._pending is None:
+            self._save(asynchronous=True)
+        if time.monotonic() - self._told_at >= _TELL_S:
+            self._told_at = time.monotonic()
+            rank_notes.tell(**{rank_notes.STEP: self.step})
+
+    # -- saving -----------------------------------------------------------------------------------------------
+
+    def _state_of_save(self) -> int:
+        if self._pending is None:
+            return 0
+        if not self._pending.done():
+            return _RUNNING
+        return _WHOLE if self._pending.error is None else _FAILED
+
+    def _settle(self, states: list[int]) -> None:
+        """Take the end of an asynchronous save, when all ranks know it."""
+        if self._pending is None or _RUNNING in states:
+            return
+        if _FAILED in states:
+            self._warn(self._pending.error)
+        else:
+            self._finish(self._pending_step)
+        self._pending = None
+
+    def _warn(self, error: CheckpointError | None) -> None:
+        if self._world.rank == 0:
+            log.get("RaNNCModule").error(
+                "%s. The training goes on; the next try is in %d steps", error or "a save has failed", self._every
+            )
+
+    def _finish(self, step: int) -> None:
+        self._whole = step
+        if self._world.rank == 0:
+            prune(self._directory, self._kept)
+
+    def _save(self, *, asynchronous: bool) -> None:
+        """Save; where that fails, say so."""
+        self._saved = self._pending_step = self.step
+        state = {"step": self.step, "extra": dict(self.extra)}
+        if self._sampler is not None:
+            state["sampler"] = self._sampler.state_dict()
+        try:
+            world, subject = subject_of(self._model, self._optimizer, **self._parts)
+            folder, extra = folder_of(self._directory, self.step), {_KEY: state}
+            self._pending = save(
+                world, folder, subject, prefix=MODEL, step=self.step, extra=extra, asynchronous=asynchronous, asks=True
+            )
+        except CheckpointError as error:  # on all ranks
+            self._warn(error)
+            return
+        if not asynchronous:
+            self._finish(self.step)
+
+    def _end(self) -> None:
+        """Save what is not saved, and end this process."""
+        if self._pending is not None:
+            self._pending.join()
+            self._settle([state for (state,) in agree(self._world, Phase.ELASTIC, self.step, self._state_of_save())])
+        if self._whole != self.step:
+            self._save(asynchronous=False)
+        if self._world.rank == 0:
+            log.get("RaNNCModule").info(
+                "Ending after step %d, as asked; saved: step %s", self.step, self._whole if self._whole >= 0 else "none"
+            )
+        rank_notes.tell(**{rank_notes.LEFT: max(self._whole, 0), rank_notes.STEP: self.step})
+        raise SystemExit(0)
+
+    # -- going on ---------------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Go on from the newest checkpoint that is whole."""
+        steps: list[int] = []
+        error = ""
+        if self._world.rank == 0:
+            try:
+                steps = saved_steps(self._directory)
+            except OSError as exc:
+                error = f"{self._directory} cannot be read: {exc}; name a directory that all ranks can use"
+        agree_on_errors(self._world, error, CheckpointError)
+        steps = msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(steps)), type=list[int])
+        wrong: CheckpointError | None = None
+        for step in steps:
+            try:
+                self._load(step)
+                return
+            except CheckpointError as exc:  # on all ranks
+                wrong = exc
+                if self._world.rank == 0:
+                    log.get("RaNNCModule").warning("The checkpoint of step %d is left out: %s", step, exc)
+        if wrong is not None:
+            raise CheckpointError(
+                f"none of the checkpoints in {self._directory} can be loaded; the last error: {wrong}. Remove them, or "
+                "name another directory, to begin anew"
+            )
+
+    def _load(self, step: int) -> None:
+        found = load_checkpoint(folder_of(self._directory, step), self._model, self._optimizer, **self._parts)
+        state = found.extra.get(_KEY) if isinstance(found.extra, dict) else None
+        if not isinstance(state, dict) or state.get("step") != step:
+            raise CheckpointError(f"{folder_of(self._directory, step)} was not saved by pyrannc.elastic")
+        if self._sampler is not None:
+            if "sampler" not in state:
+                raise UsageError(f"{folder_of(self._directory, step)} was saved without a sampler; give none")
+            self._sampler.load_state_dict(state["sampler"])
+        self.step = self._seen = self._saved = self._whole = step
+        self.extra, self.restored = state["extra"], True
+        rank_notes.tell(**{rank_notes.SAVED: step})
+        if self._world.rank == 0:
+            log.get("RaNNCModule").info("Going on after step %d, from %s", step, folder_of(self._directory, step))
+
+
+def elastic(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any = None,
+    sampler: ElasticSampler | None = None,
+    scaler: Any = None,
+    averaged: AveragedModel | None = None,
+    *,
+    directory: str | os.PathLike[str],
+    every: int = 0,
+) -> ElasticState:
+    """Go on from the newest whole checkpoint in `directory`, and save there from now on. Collective.
+
+    A checkpoint is written every so many steps, while the script trains. When rannc-run (``--elastic``) or a batch
+    system asks the ranks to end (SIGUSR1 on any of them), they save after the step in progress, and end with
+    SystemExit(0). This happens when the script gets its next batch of the sampler, or without one when it calls the
+    model for the first time after a step.
+
+    Args:
+        model: The RaNNCModule, before or after its first call.
+        optimizer: The optimizer that it was wrapped with.
+        scheduler, scaler, averaged: As of `save_checkpoint`.
+        sampler: The ElasticSampler of the training's DataLoader; its epoch and position are restored.
+        directory: The folder of the checkpoints of this training, which all nodes share.
+        every: Number of steps between checkpoints; 0: the configuration item checkpoint_every.
+
+    Returns:
+        `step`, the number of steps that are done; `restored`; `extra`, a dict of the script's own plain data.
+
+    Raises:
+        CheckpointError: None of the checkpoints there can be loaded. On all ranks.
+        UsageError: An argument is of another kind, or the sampler has other batches than the one that was saved.
+        StepError: Ranks are at different places of the script.
+    """
+    if not isinstance(model, RaNNCModule):
+        raise UsageError(f"elastic takes a pyrannc.RaNNCModule, not a {type(model).__qualname__}; wrap the model first")
+    if sampler is not None and not isinstance(sampler, ElasticSampler):
+        raise UsageError(
+            f"sampler is a {type(sampler).__qualname__}; use pyrannc.ElasticSampler(dataset, batch_size), given to the "
+            "DataLoader as batch_sampler, whose batches do not depend on the number of ranks"
+        )
+    if not isinstance(every, int) or every < 0:
+        raise UsageError(f"every = {every!r}; give a number of steps, 1 or more")
+    model._session.alive()
+    config = model._config
+    parts = {"scheduler": scheduler, "scaler": scaler, "averaged": averaged}
+    return ElasticState(
+        model,
+        optimizer,
+        parts,
+        sampler,
+        Path(directory).expanduser().absolute(),
+        every or config.checkpoint_every,
+        config.checkpoints_kept,
+    )
+
+
+def resume_step() -> int | None:
+    """Return the step of the newest checkpoint that an elastic rannc-run knows of; None at the first start.
+
+    For scripts that save and load themselves (`save_checkpoint` with ``step=``).
+    """
+    found = os.environ.get("RANND_RESUME_STEP", "")
+    return int(found) if found.isdecimal() else None
