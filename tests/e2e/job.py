@@ -40,6 +40,18 @@ class Job:
         assert ended == code, f"{' '.join(command)} ended with {ended}:\n{output}"
         return output
 
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+        """A running command, whose output and end are the caller's."""
+        return subprocess.Popen(
+            command,
+            env={**self.environment, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+
     def end(self, *command: str, folder: Path | None = None, **variables: str) -> tuple[int, str]:
         """(code with which a command ends, output)."""
         done = subprocess.run(

@@ -1,0 +1,252 @@
+"""Jobs whose hosts change, whose ranks die, and that are asked to leave: losses and parameters are those of one process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from job import Job
+from torch import nn
+
+import pyrannc
+
+pytestmark = pytest.mark.ranks
+PROGRAM = "tests/e2e/programs/elastic.py"
+EPOCHS, STEPS = 3, 24
+LONG_S = 300
+
+
+class Training:
+    """One elastic job in a folder of its own."""
+
+    def __init__(self, job: Job, folder: Path, kind: str = "sgd") -> None:
+        self.job, self.folder, self.kind = job, folder, kind
+        self.hosts = folder / "hosts"
+        self.started: list[subprocess.Popen[str]] = []
+
+    def at(self, step: int, code: str) -> None:
+        """Let the ranks of the first start that gets there run `code` before a step."""
+        mark = self.folder / f"done_{step}"
+        lines = [
+            "import os, pathlib",
+            f"mark = pathlib.Path({str(mark)!r} + str(rank))",
+            "if not mark.exists():",
+            "    mark.touch()",
+            *(f"    {line}" for line in code.splitlines()),
+        ]
+        (self.folder / f"at_{step}").write_text("\n".join(lines))
+
+    def host_file_at(self, step: int, *texts: str) -> None:
+        """Let rank 0 write the host file before a step, several times in a row."""
+        lines = [f"if rank == 0: pathlib.Path({str(self.hosts)!r}).write_text({text!r})" for text in texts]
+        self.at(step, "\n".join(lines))
+
+    def start(self, *flags: str, pause_s: float = 0.2, **variables: str) -> subprocess.Popen[str]:
+        program = (PROGRAM, str(self.folder), str(EPOCHS), self.kind, str(pause_s))
+        process = self.job.start("rannc-run", "--elastic", *flags, *program, **variables)
+        self.started.append(process)
+        return process
+
+    def run(self, *flags: str, code: int = 0, pause_s: float = 0.2, **variables: str) -> str:
+        process = self.start(*flags, pause_s=pause_s, **variables)
+        output, _ = process.communicate(timeout=LONG_S)
+        assert process.returncode == code, output
+        return output
+
+    def losses(self) -> dict[int, list[tuple[float, int]]]:
+        """(loss, ranks) of each step, as often as it was made."""
+        found: dict[int, list[tuple[float, int]]] = {}
+        for line in (self.folder / "losses").read_text().splitlines():
+            step, loss, ranks = line.split()
+            found.setdefault(int(step), []).append((float(loss), int(ranks)))
+        return found
+
+    def check(self) -> None:
+        """Losses of all steps, and the parameters at the end, are those of one process that is not stopped."""
+        losses, parameters, rate = reference(self.kind)
+        found = self.losses()
+        assert sorted(found) == list(range(1, STEPS + 1))
+        for step, loss in enumerate(losses, 1):
+            for each, _ in found[step]:
+                assert each == pytest.approx(loss, rel=1e-9), step
+        end = torch.load(self.folder / "end.pt")
+        assert end["step"] == STEPS
+        assert end["lr"] == [pytest.approx(rate)]
+        for name, value in parameters.items():
+            torch.testing.assert_close(end["model"][name], value, rtol=1e-9, atol=1e-12)
+
+    def ranks_of(self) -> list[int]:
+        """Number of ranks of each step that was made last."""
+        return [made[-1][1] for _, made in sorted(self.losses().items())]
+
+
+def reference(kind: str) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    """Losses, parameters and learning rate of the same training in plain torch."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+            model = nn.ModuleDict({"layers": layers, "head": nn.Linear(16, 1)})
+            x = torch.randn(88, 16)
+        y = x.sum(1).sin()
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        if kind == "sgd":
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
+        losses = []
+        sampler = pyrannc.ElasticSampler(range(88), 12, seed=7, rank=0, ranks=1)
+        for epoch in range(EPOCHS):
+            sampler.set_epoch(epoch)
+            for rows in sampler:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model["head"](model["layers"](x[rows])).squeeze(1), y[rows])
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                losses.append(loss.item())
+        return losses, dict(model.state_dict()), scheduler.get_last_lr()[0]
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def training(job: Job, tmp_path: Path) -> Iterator[Training]:
+    made = Training(job, tmp_path)
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            process.wait(LONG_S)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_ranks_come_and_go_with_the_lines_of_the_host_file(training: Training, kind: str) -> None:
+    training.kind = kind
+    training.hosts.write_text("localhost slots=2")
+    training.host_file_at(4, "localhost slots=4")
+    training.host_file_at(14, "localhost slots=3 # one is needed elsewhere")
+    output = training.run("--hostfile", str(training.hosts))
+    training.check()
+    ranks = training.ranks_of()
+    assert ranks == sorted(ranks[:4]) + ranks[4:]
+    assert {2, 4, 3} == set(ranks)
+    assert output.count("asking") == 2
+    assert all(len(made) == 1 for made in training.losses().values()), "no step was lost"
+
+
+def test_a_rank_that_dies_costs_the_steps_since_the_last_checkpoint(training: Training) -> None:
+    training.at(13, "if rank == 1: os.kill(os.getpid(), 9)")
+    output = training.run("-np", "2")
+    training.check()
+    assert "killed by SIGKILL" in output
+    assert "starting again (failure 1 of at most 100)" in output
+    assert [step for step, made in training.losses().items() if len(made) > 1] == [11, 12, 13]
+
+
+def test_a_rank_that_dies_while_it_saves(training: Training) -> None:
+    code = """
+from rannd.runtime.checkpoint import saving
+def die(*_):
+    os.kill(os.getpid(), 9)
+if rank == 1: saving.write_shard = die
+"""
+    training.at(9, code.strip())
+    training.run("-np", "2", RANNC_PARTITION_NUM="2")
+    training.check()
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_training(training: Training) -> None:
+    code = """
+from rannd.runtime.checkpoint import saving
+right = saving.write_shard
+def full(*_):
+    saving.write_shard = right
+    raise OSError(28, "No space left on device")
+if rank == 0: saving.write_shard = full
+"""
+    training.at(8, code.strip())
+    output = training.run("-np", "2")
+    training.check()
+    assert "No space left on device" in output
+    assert "The training goes on; the next try is in 5 steps" in output
+    assert (training.folder / "checkpoints" / "step-00000020").exists()
+
+
+def test_two_changes_within_a_second_are_one(training: Training) -> None:
+    training.hosts.write_text("localhost slots=2")
+    training.host_file_at(5, "localhost slots=4", "localhost slots=3")
+    output = training.run("--hostfile", str(training.hosts))
+    training.check()
+    assert output.count("asking") == 1
+    assert training.ranks_of()[-1] == 3
+
+
+def test_the_launchers_own_machine_stays(training: Training) -> None:
+    training.hosts.write_text("localhost slots=2")
+    training.host_file_at(3, "elsewhere slots=2")
+    output = training.run("--hostfile", str(training.hosts))
+    training.check()
+    assert "rannc-run itself runs here: the job goes on with the hosts that it had" in output
+    assert set(training.ranks_of()) == {2}
+
+
+def test_a_host_file_that_is_half_written_changes_nothing(training: Training) -> None:
+    training.hosts.write_text("localhost slots=2")
+    training.host_file_at(3, "localhost slots=")
+    output = training.run("--hostfile", str(training.hosts))
+    training.check()
+    assert "is not a host" in output
+    assert "the job goes on with the hosts that it had" in output
+
+
+def test_sigterm_saves_and_the_next_run_goes_on(training: Training) -> None:
+    process = training.start("-np", "2", pause_s=0.5)
+    deadline = time.monotonic() + LONG_S
+    while not (training.folder / "losses").exists() or len(training.losses()) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "SIGTERM: 2 ranks may save and end by themselves" in output
+    before = training.losses()
+    training.run("-np", "2", pause_s=0.0)
+    training.check()
+    assert all(len(made) == 1 for made in training.losses().values()), before
+
+
+def test_what_fails_before_its_first_step_is_not_started_for_ever(training: Training) -> None:
+    (training.folder / "at_0").write_text("raise KeyError('no such column')")
+    output = training.run("-np", "2", code=1)
+    assert output.count("starting again") == 2
+    assert "the job is not started again: 3 starts in a row have failed without a new step" in output
+    assert "KeyError: 'no such column'" in output
+
+
+def test_a_step_that_always_fails_is_not_started_for_ever(training: Training) -> None:
+    (training.folder / "at_7").write_text("if rank == 1: raise RuntimeError('bad sample')")
+    output = training.run("-np", "2", code=1, pause_s=0.0)
+    assert "the job is not started again" in output
+    assert max(training.losses()) == 7
+
+
+def test_it_waits_for_enough_hosts(training: Training) -> None:
+    training.hosts.write_text("localhost slots=1")
+    process = training.start("--min-np", "2", "--hostfile", str(training.hosts), pause_s=0.0)
+    assert process.stdout is not None
+    line = next(line for line in process.stdout if "waiting" in line)
+    assert "has 1 slots; waiting for at least 2 (--min-np)" in line
+    training.hosts.write_text("localhost slots=2")
+    output, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0, output
+    training.check()
+    assert set(training.ranks_of()) == {2}
