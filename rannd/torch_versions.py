@@ -475,6 +475,20 @@ PRIVATE_NAMES = (
     # Modules that benchmarks check for.
     PrivateName("torch._inductor", "Should not be imported at startup (checked by bench/startup.py)."),
     PrivateName("torch.export._trace", "Should not be imported by a start with a cached trace (bench/startup.py)."),
+    # Loading: which batches a script has got.
+    PrivateName(
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "Counts for an ElasticSampler which batches the script has got: workers fetch others in advance, and samplers "
+        "are not told. torchdata's iterators are of this class, too.",
+    ),
+    PrivateName(
+        "torch.utils.data.dataloader._BaseDataLoaderIter._sampler_iter",
+        "Whether a DataLoader reads an ElasticSampler.",
+    ),
+    PrivateName(
+        "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
+        "Tells what a DataLoader reads of an ElasticSampler from what a script reads itself.",
+    ),
 )
 """All private names of torch that the project uses."""
 

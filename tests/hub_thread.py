@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator
 
-from rannd.admission import new_token
+from rannd.ranks.admission import new_token
 from rannd.runtime.failure.coordinator import Hub
 from rannd.runtime.failure.side_channel import AnyMessage, Channel, listen
 

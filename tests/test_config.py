@@ -57,6 +57,8 @@ OWN += [
     "offload_dir",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
+ELASTIC = ["elastic", "min_np", "max_np", "max_restarts", "leave_timeout", "checkpoint_every", "checkpoints_kept"]
+OWN += ELASTIC
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
 PLAN_AFFECTING = {
@@ -99,6 +101,7 @@ PLAN_AFFECTING = {
 }
 #: Items that work and cannot change a plan: they change what is written, told, kept or waited for.
 NOT_PLAN_AFFECTING = {
+    *ELASTIC,
     "offload_dir",
     "transport",
     "consolidate_grads",

@@ -21,7 +21,7 @@ from rannd.config import ITEMS
 from rannd.errors import ConfigError
 from rannd.log import loggers, settings
 from rannd.log.pattern import FLAGS, unknown_flag
-from rannd.rank_variables import RANKS
+from rannd.ranks.rank_variables import RANKS
 
 ROOT = Path(__file__).parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]

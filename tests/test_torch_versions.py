@@ -43,6 +43,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "torch.nn.Module.state_dict": lambda: nn.Module().state_dict(),
     "torch.nn.RNNBase": lambda: nn.LSTM(1, 1),
     "torch.optim.Optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
+    "torch.utils.data.dataloader._BaseDataLoaderIter": lambda: iter(torch.utils.data.DataLoader([0])),
     "torch._ops.OpOverload": lambda: torch.ops.aten.add.Tensor,
     "torch._ops.OpOverloadPacket": lambda: torch.ops.aten.add,
 }

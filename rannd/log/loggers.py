@@ -12,7 +12,7 @@ from rannd.config.reading import config_directory
 from rannd.log import settings as settings_
 from rannd.log.settings import LoggerSettings, LogSettings
 from rannd.log.sinks import SpdlogSinks
-from rannd.rank_variables import RANKS
+from rannd.ranks.rank_variables import RANKS
 
 LOG_FILE = "logging.toml"
 #: The Python logger that is the parent of all others here.

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
-from rannd.rank_variables import as_torchrun
+from rannd.ranks.rank_variables import as_torchrun
 from rannd.runner.resources import host_list
 from rannd.runner.resources.allocation import expand_nodelist
 from rannd.runner.resources.inherited import Rank

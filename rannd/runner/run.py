@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 import rannd.config
-from rannd import __version__, planned
+from rannd import __version__
 from rannd.config import ITEMS, Config
 from rannd.errors import ConfigError, LaunchError, PlanError, RanndError
+from rannd.ranks import planned
 from rannd.runner.adoption import Adopted, adopt
 from rannd.runner.hints import hints
 from rannd.runner.job import Job, prepare
@@ -163,7 +164,7 @@ def main(
         _become(adopt(asked, here, os.environ), items, dry_run=dry_run)
         return
     if items.elastic and not dry_run and not plan_only:
-        from rannd.runner.elastic.supervisor import run_elastic  # few jobs need it
+        from rannd.runner.supervisor import run_elastic  # few jobs need it
 
         if items.cache != "off":
             have_daemon(items)

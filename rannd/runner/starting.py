@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rannd import open_files
 from rannd.config import Config
 from rannd.errors import LaunchError, RanndError, UsageError
+from rannd.ranks import open_files
 from rannd.runner.job import Job
 from rannd.runner.launch import launcher_ports, session_folder
 from rannd.runner.launch.mpi import LauncherKind
@@ -38,7 +38,7 @@ _OTHER_FILES = 96
 def launch(job: Job, errand: Errand | None = None) -> JobResult:
     """Start the ranks, and return what happened when the job has ended.
 
-    `errand`: what to do meanwhile; then ranks can say how far they are (rannd/rank_notes.py).
+    `errand`: what to do meanwhile; then ranks can say how far they are (rannd/ranks/rank_notes.py).
 
     Raises:
         UsageError: The log directory cannot be created.

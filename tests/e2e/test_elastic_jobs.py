@@ -1,4 +1,4 @@
-"""Jobs whose hosts change, whose ranks die, and that are asked to leave: losses and parameters are those of one process."""
+"""Jobs whose hosts change, whose ranks die, and that are asked to leave: results are those of one process."""
 
 from __future__ import annotations
 

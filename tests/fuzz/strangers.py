@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
-from rannd.admission import _DIGEST, _NONCE, _proof, new_token
+from rannd.ranks.admission import _DIGEST, _NONCE, _proof, new_token
 
 SEED = int(os.environ["TEST_SEED"])
 LONG_S = 60.0

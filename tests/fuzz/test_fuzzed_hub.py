@@ -15,8 +15,8 @@ from fuzz.strangers import LONG_S, SEED, Strangers
 from fuzz.watched import Found
 from hub_thread import HubThread, frame, heard
 
-from rannd import admission
-from rannd.admission import introduce
+from rannd.ranks import admission
+from rannd.ranks.admission import introduce
 from rannd.runtime.failure import coordinator
 from rannd.runtime.failure.failure_report import Failure
 from rannd.runtime.failure.side_channel import (

@@ -20,8 +20,8 @@ from fuzz.mutation import Mutator
 from fuzz.strangers import LONG_S, SEED, Strangers
 from fuzz.watched import Found
 
-from rannd import admission
-from rannd.admission import introduce
+from rannd.ranks import admission
+from rannd.ranks.admission import introduce
 from rannd.runner.report import report
 from rannd.runner.watch import line_channel, monitor, wire
 from rannd.runner.watch.line_channel import Listener

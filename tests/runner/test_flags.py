@@ -24,11 +24,19 @@ VALUES = {
     "timeout_start": (["--timeout-start", "60"], "60.0", "0", "30"),
     "tune": (["--no-tune"], "false", "true", "true"),
     "preflight": (["--no-preflight"], "false", "true", "true"),
+    "elastic": (["--elastic"], "true", "false", "false"),
+    "min_np": (["--min-np", "2"], "2", "3", "4"),
+    "max_np": (["--max-np", "8"], "8", "9", "10"),
+    "max_restarts": (["--max-restarts", "3"], "3", "0", "5"),
+    "leave_timeout": (["--leave-timeout", "60"], "60.0", "2.5", "7"),
 }
+OF_RANKS = {"checkpoint_every", "checkpoints_kept"}
+"""Items of these groups that are read by ranks."""
 
 
 def test_every_flag_that_is_an_item_is_looked_at_here() -> None:
-    assert set(VALUES) == set(FLAGS) == {name for name, row in ITEMS.items() if row.group == "Launch"}
+    items = {name for name, row in ITEMS.items() if row.group in ("Launch", "Elastic jobs")}
+    assert set(VALUES) == set(FLAGS) == items - OF_RANKS
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -31,7 +31,7 @@ import msgspec
 
 from rannd.daemon.common.protocol import SERIES, STORE
 from rannd.errors import DaemonError
-from rannd.host_name import host_name
+from rannd.ranks.host_name import host_name
 
 MAX_SOCKET_PATH = 107
 """Maximum bytes of an AF_UNIX path on Linux, without the terminating zero."""

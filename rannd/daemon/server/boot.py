@@ -22,12 +22,12 @@ if __name__ == "__main__":
 
 import msgspec
 
-from rannd import open_files
 from rannd.daemon.common import file_locks
 from rannd.daemon.common.listening import answers
 from rannd.daemon.common.paths import DaemonPaths
 from rannd.daemon.server.server import Server, Settings
 from rannd.errors import DaemonError
+from rannd.ranks import open_files
 
 BACKLOG = 4096
 DESCRIPTORS = 65536

@@ -1,5 +1,5 @@
-"""Elastic jobs: the ranks are started anew over the hosts that there are, whenever these change or a rank fails.
+"""Elastic jobs: what changes while ranks run, and what follows from it for the next start.
 
-In: the options of `rannc-run --elastic`. Out: the exit code of the job. Begin with `supervisor.py`; docs/elastic.md
-draws its states.
+In: the host file, notes of ranks, failures. Out: hosts, waits, whether there is a next start. `supervisor.py` beside
+this folder runs a job with them; docs/elastic.md draws its states. Begin with `host_errand.py`.
 """

@@ -19,7 +19,7 @@ import msgspec
 import rannd.config
 from rannd import __version__
 from rannd.errors import RanndError
-from rannd.host_name import host_name
+from rannd.ranks.host_name import host_name
 from rannd.runner.resources import host_list
 from rannd.runner.resources.rank_environment import free_port
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rannd.errors import UsageError
-from rannd.host_name import own_names
+from rannd.ranks.host_name import own_names
 
 #: More than any machine has: a larger number is a mistake, and must not fill the memory.
 _NUMBER = re.compile("[0-9]{1,6}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
-from rannd.rank_variables import PMIX, WORLDS, slurm_local_size, without_size
+from rannd.ranks.rank_variables import PMIX, WORLDS, slurm_local_size, without_size
 from rannd.runner.resources.allocation import HOSTFILE_VARIABLES
 
 _PREFIXES = (

@@ -1,8 +1,8 @@
 """Sockets between the watcher of a rank and the monitor: creation, addresses, and access checks.
 
 On one machine an abstract AF_UNIX name, with the peer's user checked on both sides; if ranks run on other machines TCP,
-at the address that these machines use. Both sides prove that they know the job's token (rannd.admission). Standard
-library only: the watcher runs without site-packages.
+at the address that these machines use. Both sides prove that they know the job's token (rannd.ranks.admission).
+Standard library only: the watcher runs without site-packages.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import socket
 import struct
 from collections.abc import Callable
 
-from rannd.admission import TURN_S, Reception, admitted, new_token, peer_uid
 from rannd.errors import LaunchError
-from rannd.host_name import addresses_towards
-from rannd.lost_host import look_out
+from rannd.ranks.admission import TURN_S, Reception, admitted, new_token, peer_uid
+from rannd.ranks.host_name import addresses_towards
+from rannd.ranks.lost_host import look_out
 
 BACKLOG = 1024
 """Connections that wait in the kernel."""

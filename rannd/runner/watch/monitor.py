@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection
 
-from rannd.lost_host import LOOK_S, LOST_S, is_lost
+from rannd.ranks.lost_host import LOOK_S, LOST_S, is_lost
 from rannd.runner.watch import processes, wire
 from rannd.runner.watch.errand import Errand
 from rannd.runner.watch.job_result import JobResult, RankEnd

@@ -38,10 +38,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from rannd import rank_notes
-from rannd.host_name import host_name
-from rannd.lost_host import LOOK_S, is_lost
-from rannd.rank_variables import MPI_RANKS, torch_variables
+from rannd.ranks import rank_notes
+from rannd.ranks.host_name import host_name
+from rannd.ranks.lost_host import LOOK_S, is_lost
+from rannd.ranks.rank_variables import MPI_RANKS, torch_variables
 from rannd.runner.watch import processes, wire
 from rannd.runner.watch.line_channel import connect
 

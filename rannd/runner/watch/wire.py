@@ -10,7 +10,7 @@ kind        direction           payload
 ``HELLO``   watcher -> monitor  ``{"rank", "host", "pid"}``; the first frame
 ``STDOUT``  watcher -> monitor  bytes the rank wrote to its standard output
 ``STDERR``  watcher -> monitor  bytes the rank wrote to its standard error
-``NOTE``    watcher -> monitor  a JSON object that the rank wrote to its notes (rannd/rank_notes.py)
+``NOTE``    watcher -> monitor  a JSON object that the rank wrote to its notes (rannd/ranks/rank_notes.py)
 ``EXIT``    watcher -> monitor  ``{"status", "time", "tail", "ordered", "leftovers"}``
 ``DONE``    watcher -> monitor  empty: no process of the rank is left, all output was sent
 ``SIGNAL``  monitor -> watcher  ``{"signal"}``: forward it to the rank

@@ -13,8 +13,8 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 
-from rannd import rank_notes
 from rannd.errors import CheckpointError, RanndError, UsageError, text_of
+from rannd.ranks import rank_notes
 from rannd.runtime.averaged_model import AveragedModel
 from rannd.runtime.checkpoint.async_save import PendingSave, start
 from rannd.runtime.checkpoint.content import Content, class_name, put_averages, put_model, put_optimizer

@@ -19,7 +19,7 @@ from rannd import log
 from rannd.config import Config
 from rannd.daemon.client.cache import Client, connect
 from rannd.daemon.common.keys import Key
-from rannd.host_name import encodable
+from rannd.ranks.host_name import encodable
 from rannd.runtime.comm.world import World
 
 GIB = 1024**3

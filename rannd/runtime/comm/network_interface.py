@@ -15,8 +15,8 @@ from collections.abc import Mapping, MutableMapping
 import psutil
 
 from rannd import log
-from rannd.host_name import addresses_towards, own_names
-from rannd.rank_variables import torch_variables
+from rannd.ranks.host_name import addresses_towards, own_names
+from rannd.ranks.rank_variables import torch_variables
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 

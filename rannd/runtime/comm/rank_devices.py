@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from rannd.errors import LaunchError
-from rannd.host_name import host_name
 from rannd.plan.deployment import Slot
+from rannd.ranks.host_name import host_name
 
 
 class RankDevice(msgspec.Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from rannd.device.identity import has_accelerator
 from rannd.errors import LaunchError
-from rannd.rank_variables import PMIX, WORLDS, without_size
+from rannd.ranks.rank_variables import PMIX, WORLDS, without_size
 from rannd.runtime.comm import default_group, network_interface
 from rannd.runtime.failure.connections import Connections
 

@@ -16,15 +16,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rannd import log, open_files
+from rannd import log
 from rannd.config import Config
 from rannd.device.identity import choose_device, device_identity, is_accelerator
 from rannd.device.memory_beside import bytes_beside
 from rannd.device.reads import LateReads
 from rannd.device.streams import Issued
 from rannd.errors import UsageError
-from rannd.host_name import host_name
 from rannd.plan.deployment import Slot
+from rannd.ranks import open_files
+from rannd.ranks.host_name import host_name
 from rannd.runtime.comm import rendezvous
 from rannd.runtime.comm.rank_devices import RankDevice, node_identity, slots_of
 from rannd.runtime.comm.rendezvous import LaunchedRank

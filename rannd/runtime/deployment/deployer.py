@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.fx import Node
 
-from rannd import log, planned
+from rannd import log
 from rannd.device.identity import is_accelerator
 from rannd.graph.call.call_errors import check_values
 from rannd.graph.call.signature import Call
@@ -17,6 +17,7 @@ from rannd.graph.model import ModelGraph
 from rannd.plan.deployment import Deployment
 from rannd.plan.plan_text import show
 from rannd.profile.graph_profile import GraphProfile
+from rannd.ranks import planned
 from rannd.runtime.binding.bound_graph import bind
 from rannd.runtime.binding.planned_cut import planned_stages, segment_owners, tensor_owners
 from rannd.runtime.comm.context import Context

@@ -19,6 +19,12 @@ _LOADER = patches.declare(
     "__next__",
     "which of an ElasticSampler's batches the script has got: workers fetch others in advance",
 )
+_AHEAD = patches.declare(
+    "indices of a DataLoader",
+    dataloader._BaseDataLoaderIter,
+    "_next_index",
+    "that a DataLoader reads an ElasticSampler",
+)
 _KEYS = ("length", "batch_size", "shuffle", "seed", "drop_last")
 
 
@@ -72,9 +78,10 @@ class ElasticSampler(Sampler[list[int]]):
         the script got last."""
         self._finished = False
         """Whether this process has come to the end of the epoch."""
-        self._between: Callable[[], None] = _nothing
+        self.between: Callable[[], None] = _nothing
+        """Called when the script is done with a batch, before it gets the next one."""
         _check(self)
-        patches.install(_LOADER.around(_next_batch))
+        patches.install(_LOADER.around(_next_batch), _AHEAD.around(_next_index))
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -138,21 +145,22 @@ class Shares(Iterator[list[int]]):
         """Whether a DataLoader reads them."""
 
     def __next__(self) -> list[int]:
-        if not self.loader and self._read > self._sampler.position:
-            self.after_batch(self._read)
-        if self._read >= len(self._sampler):
+        number = self._read
+        if not self.loader and number > self._sampler.position:
+            self.after_batch(number)
+        if number >= len(self._sampler):
             if not self.loader:
                 self.end()
             raise StopIteration
         self._read += 1
         if not self.loader:
-            self.begin_batch(self._read - 1)
-        return self._sampler.share(self._read - 1, self._order)
+            self.begin_batch(number)
+        return self._sampler.share(number, self._order)
 
     def after_batch(self, done: int) -> None:
         """The script is done with so many batches of the epoch."""
         self._sampler.position = done
-        self._sampler._between()
+        self._sampler.between()
 
     def begin_batch(self, number: int) -> None:
         """The script gets a batch."""
@@ -165,15 +173,19 @@ class Shares(Iterator[list[int]]):
         self._sampler._finished = True
 
 
+def _next_index(original: Callable[[Any], Any], iterator: Any) -> Any:
+    """Read the samples of a batch for a DataLoader, which need not give it to the script at once."""
+    if isinstance(iterator._sampler_iter, Shares):
+        iterator._sampler_iter.loader = True
+    return original(iterator)
+
+
 def _next_batch(original: Callable[[Any], Any], iterator: Any) -> Any:
     """Get the next batch of a DataLoader, when its last one was trained with."""
     shares = getattr(iterator, "_sampler_iter", None)
     if not isinstance(shares, Shares):
         return original(iterator)
-    if not shares.loader:  # its workers may have begun to read
-        shares.loader = True
-        shares._sampler.position = shares.handed
-    elif shares.handed > shares._sampler.position:
+    if shares.handed > shares._sampler.position:
         shares.after_batch(shares.handed)
     try:
         batch = original(iterator)

@@ -11,8 +11,10 @@ import msgspec
 import torch
 from torch import nn
 
-from rannd import log, rank_notes
+from rannd import config as configuration
+from rannd import log
 from rannd.errors import CheckpointError, UsageError
+from rannd.ranks import rank_notes
 from rannd.runtime.averaged_model import AveragedModel
 from rannd.runtime.checkpoint.async_save import PendingSave
 from rannd.runtime.checkpoint.checkpoint_api import load_checkpoint, subject_of
@@ -69,7 +71,7 @@ class ElasticState:
         if sampler is None:
             model._session.between_steps = self.between
         else:
-            sampler._between = self.between
+            sampler.between = self.between
         rank_notes.tell(**{rank_notes.STEP: self.step})
 
     def _count(self, *_: Any) -> None:
@@ -248,7 +250,7 @@ def elastic(
     if not isinstance(every, int) or every < 0:
         raise UsageError(f"every = {every!r}; give a number of steps, 1 or more")
     model._session.alive()
-    config = model._config
+    config = configuration.load()
     parts = {"scheduler": scheduler, "scaler": scaler, "averaged": averaged}
     return ElasticState(
         model,

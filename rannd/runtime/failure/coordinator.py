@@ -20,7 +20,7 @@ import time
 import msgspec
 
 from rannd import log
-from rannd.admission import Reception
+from rannd.ranks.admission import Reception
 from rannd.runtime.failure import wait_notice
 from rannd.runtime.failure.failure_report import Failure
 from rannd.runtime.failure.side_channel import (

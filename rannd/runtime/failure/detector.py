@@ -32,10 +32,10 @@ from typing import Any, Protocol
 import msgspec
 
 from rannd import log
-from rannd.admission import new_token
 from rannd.errors import CheckpointError, RankFailedError, StepError
-from rannd.host_name import host_name
 from rannd.profile.out_of_memory import is_out_of_memory
+from rannd.ranks.admission import new_token
+from rannd.ranks.host_name import host_name
 from rannd.runtime.failure import late_error, stack_dump, wait_notice
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.coordinator import ANSWER_S, GRACE_S, Hub

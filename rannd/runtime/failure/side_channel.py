@@ -1,9 +1,9 @@
 """Side channel between ranks: TCP connections that carry failure reports while ranks wait for each other.
 
 The connections form a star: every rank's watcher thread is connected to the hub in rank 0's watcher thread. Nothing is
-sent during normal operation; the kernel notices when a rank's process or (by keepalive probes, see `rannd.lost_host`)
-its machine is gone. On one machine the hub listens on the loopback interface only. Rank and hub prove to each other
-that they know a token, which the ranks received through their process group (rannd.admission).
+sent during normal operation; the kernel notices when a rank's process or its machine is gone (by keepalive probes, see
+`rannd.ranks.lost_host`). On one machine the hub listens on the loopback interface only. Rank and hub prove to each
+other that they know a token, which the ranks received through their process group (rannd.ranks.admission).
 
 A frame is its length (4 bytes, big-endian) and a msgpack message, an array that starts with the message's name.
 """
@@ -23,8 +23,8 @@ from typing import TypeAlias
 import msgspec
 import psutil
 
-from rannd.admission import admitted
-from rannd.lost_host import look_out
+from rannd.ranks.admission import admitted
+from rannd.ranks.lost_host import look_out
 from rannd.runtime.failure.failure_report import Failure
 
 MOST_BYTES = 16 << 20

@@ -12,7 +12,7 @@ import pytest
 from monitored import SRUN, run
 from transcript import program
 
-from rannd.admission import introduce
+from rannd.ranks.admission import introduce
 from rannd.runner.watch import monitor, wire
 from rannd.runner.watch.line_channel import Listener
 

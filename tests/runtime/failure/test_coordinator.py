@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from hub_thread import HubThread, frame, heard
 
-from rannd import admission
-from rannd.admission import new_token
+from rannd.ranks import admission
+from rannd.ranks.admission import new_token
 from rannd.runtime.failure.failure_report import Failure
 from rannd.runtime.failure.side_channel import Left, RankHello, Told, connect
 

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rannd import rank_notes
+from rannd.ranks import rank_notes
 from rannd.runner.elastic.host_file import LOOK_S, HostFile
 from rannd.runner.elastic.members import Members, words
 from rannd.runner.elastic.restarts import Restarts
 from rannd.runner.resources.host_list import Host, is_local
-from rannd.runner.starting import say
 
 _NEVER_S = 3600.0
 
@@ -26,6 +25,7 @@ class HostErrand:
         leave_timeout: Seconds that ranks get to save and end if hosts change.
         grace: The same after SIGTERM.
         restarts: What it counts steps for.
+        say: Gets a line for the user.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class HostErrand:
         leave_timeout: float,
         grace: float,
         restarts: Restarts,
+        say: Callable[[str], None],
     ) -> None:
         self.leave_s = grace
         self._file, self._members, self._here = file, members, list(here)
-        self._leave_timeout, self._restarts = leave_timeout, restarts
+        self._leave_timeout, self._restarts, self._say = leave_timeout, restarts, say
         self._look_at = time.monotonic()
         self.changing = False
         """The ranks were asked to leave because the hosts change."""
@@ -63,7 +64,7 @@ class HostErrand:
             return
         named = self._file.hosts
         if any(is_local(host.name) for host in self._here) and not any(is_local(host.name) for host in named):
-            say(
+            self._say(
                 f"{self._file.path} does not name this machine any more, but rannc-run itself runs here: the job goes "
                 "on with the hosts that it had. To leave this machine, end rannc-run and start it elsewhere"
             )
@@ -73,12 +74,12 @@ class HostErrand:
         if found == self._here:
             return
         if not found:
-            say(
+            self._say(
                 f"{self._file.path} has changed, to fewer slots than --min-np {self._members.least}: the ranks save "
                 "and end, and the job waits for more"
             )
         else:
-            say(f"{self._file.path} has changed: asking {words(self._here)} to save and end, for {words(found)}")
+            self._say(f"{self._file.path} has changed: asking {words(self._here)} to save and end, for {words(found)}")
         self.changing = True
         leave(self._leave_timeout)
 

@@ -11,7 +11,7 @@ import pytest
 from rannd.daemon.common import protocol
 from rannd.daemon.common.paths import machine_id
 from rannd.errors import ProtocolError
-from rannd.host_name import addresses_towards, encodable, host_name, own_names
+from rannd.ranks.host_name import addresses_towards, encodable, host_name, own_names
 from rannd.runner.launch import probe
 from rannd.runner.resources import host_list
 from rannd.runtime.comm import network_interface

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from rannd.config import Config
 from rannd.errors import LaunchError, UsageError
-from rannd.runner.elastic.errand import HostErrand
+from rannd.runner.elastic.host_errand import HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members, size_of
 from rannd.runner.elastic.restarts import Restarts
@@ -76,7 +76,9 @@ class Supervisor:
             job = self._checked(self._prepared(hosts))
             if job is None:
                 continue
-            errand = HostErrand(self._file, self._members, hosts, self._items.leave_timeout, job.grace, self._restarts)
+            errand = HostErrand(
+                self._file, self._members, hosts, self._items.leave_timeout, job.grace, self._restarts, say
+            )
             result = launch(job, errand)
             self._saved = max(self._saved, errand.saved)
             code = self._judge(job, result, errand)

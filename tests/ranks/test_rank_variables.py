@@ -10,7 +10,7 @@ import pytest
 import rannd
 from rannd.errors import LaunchError, UsageError
 from rannd.log import loggers
-from rannd.rank_variables import MPI_RANKS, PMIX, RANKS, WORLDS, slurm_local_size, torch_variables
+from rannd.ranks.rank_variables import MPI_RANKS, PMIX, RANKS, WORLDS, slurm_local_size, torch_variables
 from rannd.runner.resources.inherited import rank_here
 from rannd.runner.watch import watcher
 from rannd.runtime.comm.rendezvous import find_place
@@ -105,4 +105,4 @@ def test_no_file_has_a_list_of_its_own() -> None:
     assert _lists('x = (("PMI_RANK", "PMI_SIZE"), ("RANK", "WORLD_SIZE"))')
     assert not _lists('x = ("RANK", "WORLD_SIZE")\ny = "PMI_RANK"')
     found = {file.relative_to(HOME).as_posix() for file in FILES if _lists(file.read_text())}
-    assert found == {"rank_variables.py"}
+    assert found == {"ranks/rank_variables.py"}

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rannd import admission
-from rannd.admission import NotAdmittedError, Reception, admitted, introduce, new_token
+from rannd.ranks import admission
+from rannd.ranks.admission import NotAdmittedError, Reception, admitted, introduce, new_token
 
 TOKEN = new_token()
 

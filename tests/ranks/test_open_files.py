@@ -16,7 +16,7 @@ if sys.argv[4:]:
     def setrlimit(which, limits):
         raise {"ValueError": ValueError, "OSError": OSError}[sys.argv[4]]("not allowed")
     resource.setrlimit = setrlimit
-from rannd.open_files import make_room
+from rannd.ranks.open_files import make_room
 print(json.dumps([make_room(files, "1000 ranks"), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]))
 """
 

@@ -1,0 +1,86 @@
+"""What happens to a job while its ranks run: changes of its hosts, and what the ranks say."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rannd.runner.elastic import host_file
+from rannd.runner.elastic.host_errand import HostErrand
+from rannd.runner.elastic.host_file import HostFile
+from rannd.runner.elastic.members import Members
+from rannd.runner.elastic.restarts import Restarts
+
+
+class Fixture:
+    """An errand over a host file, and what it did."""
+
+    def __init__(self, path: Path, text: str, least: int = 1) -> None:
+        path.write_text(text)
+        self.said: list[str] = []
+        self.left: list[float] = []
+        self.file = HostFile(path, self.said.append)
+        self.members = Members(least, 0)
+        self.members.name(self.file.hosts)
+        self.restarts = Restarts(10)
+        here = self.members.chosen()
+        self.errand = HostErrand(self.file, self.members, here, 30.0, 5.0, self.restarts, self.said.append)
+
+    def write(self, text: str) -> None:
+        """Change the file, and give the errand time to see it."""
+        self.file.path.write_text(text)
+        for _ in range(2):
+            self.errand.run(self.left.append)
+            time.sleep(0.06)
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fixture:
+    monkeypatch.setattr(host_file, "SETTLE_S", 0.05)
+    return Fixture(tmp_path / "hosts", "localhost slots=2", least=2)
+
+
+def test_ranks_leave_when_the_hosts_change(made: Fixture) -> None:
+    made.write("localhost slots=3")
+    assert made.left == [30.0]
+    assert made.errand.changing
+    assert "asking 2 ranks on localhost:2 to save and end, for 3 ranks on localhost:3" in made.said[0]
+    made.write("localhost slots=4")
+    assert made.left == [30.0], "they were asked already"
+
+
+def test_ranks_leave_when_too_few_slots_are_left(made: Fixture) -> None:
+    made.write("localhost slots=1")
+    assert made.left == [30.0]
+    assert "fewer slots than --min-np 2" in made.said[0]
+
+
+def test_the_own_machine_is_not_removed(made: Fixture) -> None:
+    made.write("elsewhere slots=3")
+    assert not made.left
+    assert "rannc-run itself runs here" in made.said[0]
+    made.write("localhost slots=2")
+    assert not made.left
+    assert len(made.said) == 1
+
+
+def test_a_host_beyond_the_maximum_changes_nothing(tmp_path: Path, made: Fixture) -> None:
+    made.members.most = 2
+    made.write("localhost slots=5")
+    assert not made.left
+
+
+def test_what_ranks_say(made: Fixture) -> None:
+    assert not made.errand.speaks
+    made.errand.take_note(0, {"step": 7, "saved": 5})
+    assert (made.restarts.reached, made.errand.saved, made.errand.speaks) == (7, 5, True)
+    made.errand.take_note(1, {"left": 9})
+    assert (made.errand.left, made.errand.left_after, made.errand.saved) == (True, 9, 9)
+
+
+@pytest.mark.parametrize("note", [{}, {"step": "7"}, {"step": -1}, {"saved": 1.5}, {"left": True}, {"left": None}])
+def test_what_no_rank_says_is_left_out(made: Fixture, note: dict[str, object]) -> None:
+    made.errand.take_note(0, note)
+    assert (made.restarts.reached, made.errand.saved, made.errand.left) == (-1, -1, False)

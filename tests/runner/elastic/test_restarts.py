@@ -1,0 +1,52 @@
+"""How often a job is started again."""
+
+from __future__ import annotations
+
+from rannd.runner.elastic.restarts import BARREN, LONGEST_S, Restarts
+
+
+def test_failures_after_new_steps_are_followed_by_a_start_at_once() -> None:
+    counted = Restarts(100)
+    for step in range(1, 50):
+        counted.note_step(step)
+        assert counted.fail() == 0.0
+
+
+def test_failures_without_a_new_step_wait_and_end() -> None:
+    counted = Restarts(100)
+    counted.note_step(10)
+    waits = []
+    while (wait := counted.fail()) is not None:
+        waits.append(wait)
+        counted.note_step(10)  # from the checkpoint to the same place again
+    assert waits == [0.0, 2.0]
+    assert len(waits) == BARREN - 1
+    assert "without a new step" in counted.why()
+
+
+def test_other_hosts_are_a_new_chance() -> None:
+    counted = Restarts(100)
+    for _ in range(10):
+        assert counted.fail() == 0.0
+        counted.others()
+
+
+def test_there_is_a_maximum() -> None:
+    counted = Restarts(2)
+    for step in (1, 2):
+        counted.note_step(step)
+        assert counted.fail() is not None
+    counted.note_step(3)
+    assert counted.fail() is None
+    assert "--max-restarts 2" in counted.why()
+
+
+def test_none_are_wanted() -> None:
+    counted = Restarts(0)
+    counted.note_step(5)
+    assert counted.fail() is None
+
+
+def test_no_wait_is_longer_than_the_longest() -> None:
+    assert Restarts(10**9).fail() == 0.0
+    assert LONGEST_S >= 2.0 ** (BARREN - 2)
