@@ -1,0 +1,86 @@
+"""Elastic jobs over several nodes: nodes that are added, removed, cut off or not ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from elastic_outcome import STEPS, Outcome
+from network import Network, Node
+
+pytestmark = pytest.mark.ranks
+PROGRAM = Path(__file__).parents[1] / "e2e" / "programs" / "elastic.py"
+LONG = 120.0
+
+
+class Training(Outcome):
+    """A job that runs from one node, with a host file in the folder that all share."""
+
+    def __init__(self, node: Node, hosts: str) -> None:
+        super().__init__(node.network.work)
+        self.node = node
+        self.name(hosts)
+
+    def name(self, hosts: str) -> None:
+        """Write the host file."""
+        (self.folder / "hosts").write_text(hosts.replace(" ", "\n"))
+
+    def start(self, pause_s: float, *flags: str):
+        """The job."""
+        program = (str(PROGRAM), str(self.folder), str(self.epochs), self.kind, str(pause_s))
+        return self.node.start("rannc-run", "--elastic", "--hostfile", "hosts", *flags, *program)
+
+    def await_step(self, job, step: int) -> None:
+        """Wait until a step was made."""
+        deadline = time.monotonic() + LONG
+        while not (self.folder / "losses").exists() or max(self.losses()) < step:
+            assert job.poll() is None, job.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_nodes_are_added_and_removed(network: Callable[..., Network]) -> None:
+    a, _, c = network(3).made
+    training = Training(a, "a:1 b:1")
+    job = training.start(0.3)
+    training.await_step(job, 3)
+    training.name("a:1 b:1 c:2")
+    training.await_step(job, 14)
+    training.name("a:1 c:2")
+    output, _ = job.communicate(timeout=4 * LONG)
+    assert job.returncode == 0, output
+    training.check()
+    assert all(len(made) == 1 for made in training.losses().values()), "no step was lost"
+    assert set(training.ranks_of()) == {2, 3, 4}, output
+    assert c.empty_within(LONG)
+
+
+def test_a_node_that_is_cut_off_is_left_out(network: Callable[..., Network]) -> None:
+    a, b, c = network(3).made
+    training = Training(a, "a:1 b:1 c:1")
+    job = training.start(0.5)
+    training.await_step(job, 7)
+    c.cut_off()
+    output, _ = job.communicate(timeout=4 * LONG)
+    assert job.returncode == 0, output
+    assert "host c is lost" in output
+    training.check()
+    assert training.ranks_of()[-1] == 2
+    again = [step for step, made in training.losses().items() if len(made) > 1]
+    assert len(again) <= 5, "checkpoints are five steps apart"
+    assert a.empty_within(LONG)
+    assert b.empty_within(LONG)
+
+
+def test_a_node_that_is_not_ready_is_left_out(network: Callable[..., Network]) -> None:
+    a, _ = network(2).made
+    training = Training(a, "a:1 b:1 nowhere:1")
+    job = training.start(0.0)
+    output, _ = job.communicate(timeout=4 * LONG)
+    assert job.returncode == 0, output
+    assert "1 of 3 hosts is not ready" in output
+    assert "leaving out nowhere" in output
+    training.check()
+    assert training.ranks_of() == [2] * STEPS
