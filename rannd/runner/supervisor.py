@@ -23,6 +23,7 @@ from rannd.runner.elastic.host_errand import HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members, size_of
 from rannd.runner.elastic.restarts import Restarts
+from rannd.runner.hints import hints
 from rannd.runner.job import Job, prepare
 from rannd.runner.report import exit_code
 from rannd.runner.resources.host_list import Host, is_local
@@ -61,6 +62,7 @@ class Supervisor:
             self._file = HostFile(options.hostfile, say)
         self._members = Members(items.min_np, items.max_np)
         self._restarts = Restarts(items.max_restarts)
+        self._first = True
         self._saved = -1
 
     def run(self) -> int:
@@ -79,6 +81,10 @@ class Supervisor:
             errand = HostErrand(
                 self._file, self._members, hosts, self._items.leave_timeout, job.grace, self._restarts, say
             )
+            if self._first and not job.quiet:
+                for line in hints(self._options, job):
+                    say(line)
+            self._first = False
             result = launch(job, errand)
             self._saved = max(self._saved, errand.saved)
             code = self._judge(job, result, errand)
@@ -129,11 +135,12 @@ class Supervisor:
             return job
         hosts = {each.host for each in problems}
         text = problem_table(job, problems)
-        if self._file is None or not hosts < {place.host for place in job.places}:
+        if self._file is not None and hosts < {place.host for place in job.places}:
+            say(f"{text}\nrannc-run: leaving out {', '.join(sorted(hosts))}")
+            for host in hosts:
+                self._members.leave_out(host)
+        elif self._first or not self._wait(text):
             raise LaunchError(text)
-        say(f"{text}\nrannc-run: leaving out {', '.join(sorted(hosts))}")
-        for host in hosts:
-            self._members.leave_out(host)
         return None
 
     # --- after an end -----------------------------------------------------------------------------
@@ -159,14 +166,19 @@ class Supervisor:
             self._members.leave_out(self._named(host))
         if lost:
             self._restarts.others()
+        return None if self._wait() else code
+
+    def _wait(self, text: str = "") -> bool:
+        """Count a failure, which `text` describes, and wait; False if there is no further start."""
         wait = self._restarts.fail()
         if wait is None:
             say(f"the job is not started again: {self._restarts.why()}")
-            return code
+            return False
         pause = f" in {wait:g} s" if wait else ""
-        say(f"starting again{pause} (failure {self._restarts.failures} of at most {self._restarts.most})")
+        before = f"{text}\nrannc-run: " if text else ""
+        say(f"{before}starting again{pause} (failure {self._restarts.failures} of at most {self._restarts.most})")
         time.sleep(wait)
-        return None
+        return True
 
     def _say_left(self, errand: HostErrand) -> None:
         if errand.left:
