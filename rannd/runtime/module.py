@@ -40,6 +40,7 @@ from rannd.runtime.wrapping.other_wrappers import (
     warn_of_mixed_precision,
 )
 from rannd.runtime.wrapping.rannc_api import check_options
+from rannd.runtime.wrapping.varuna_step import training_step
 from rannd.runtime.wrapping.wrap_checks import check_model, check_optimizer
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
@@ -54,8 +55,11 @@ _RANNC_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "gather_inputs": lambda wrapper: wrapper._gather_inputs,
     "is_training": lambda wrapper: wrapper.training,
     "enable_zero": lambda model: model._config.zero_stage not in ("auto", "0"),
+    "step": lambda model: functools.partial(
+        training_step, model, optimizer=model._optimizer, scaler=model._context.options.scaler
+    ),
 }
-"""Attributes of RaNNC's wrapper; those of the same names in the wrapped model come first."""
+"""Attributes of RaNNC's wrapper, and `step` of Varuna's; those of the same names in the wrapped model come first."""
 
 
 class RaNNCModule(nn.Module):
@@ -155,7 +159,8 @@ class RaNNCModule(nn.Module):
             scaler=scaler,
             shared=not gather_inputs,
         )
-        self._session = Session(Context.of(current(config), config, model, optimizer, options))
+        self._context = Context.of(current(config), config, model, optimizer, options)
+        self._session = Session(self._context)
         self.training = model.training
         if type(self).forward is RaNNCModule.forward:
             self.__dict__["forward"] = _forward_like(self, model)

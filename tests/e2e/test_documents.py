@@ -52,5 +52,5 @@ def test_demo_of_the_makefile(job: Job) -> None:
 
 
 def test_pages_that_readme_names_exist() -> None:
-    for page in re.findall(r"docs/\w+\.md", (ROOT / "README.md").read_text()):
+    for page in re.findall(r"docs/[\w-]+\.md", (ROOT / "README.md").read_text()):
         assert (ROOT / page).is_file(), page
