@@ -28,10 +28,15 @@ def give(descriptor: int) -> None:
     os.environ[VARIABLE] = f"{descriptor}:{os.getpid()}"
 
 
+def heard() -> bool:
+    """Whether this process is a rank of an elastic job."""
+    return os.environ.get(VARIABLE, "").partition(":")[2] == str(os.getpid())
+
+
 def tell(**fields: int) -> None:
     """Send a note; no-op if nobody reads it, and in processes that a rank has started."""
-    descriptor, _, owner = os.environ.get(VARIABLE, "").partition(":")
-    if owner != str(os.getpid()):
+    if not heard():
         return
+    descriptor = os.environ[VARIABLE].partition(":")[0]
     with contextlib.suppress(OSError, ValueError):  # the watcher is gone: it ends this process, too
         os.write(int(descriptor), json.dumps(fields).encode() + b"\n")

@@ -138,6 +138,28 @@ def test_the_launchers_own_machine_stays(training: Training) -> None:
     assert set(training.ranks_of()) == {2}
 
 
+def test_the_plan_for_other_hosts_is_there_when_they_come(training: Training) -> None:
+    """Plans for one slot fewer and one more are made while the job trains."""
+
+    def plans() -> int:
+        return training.job.run("rannc-cache", "ls").count("deployment")
+
+    before = plans()
+    training.hosts.write_text("localhost slots=2")
+    # Other jobs of this home have other plans.
+    process = training.start("--hostfile", str(training.hosts), pause_s=0.6, RANNC_MAX_PIPELINE="16")
+    deadline = time.monotonic() + LONG_S
+    while plans() < before + 3:  # for 2, 1 and 3 ranks
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    training.hosts.write_text("localhost slots=3")
+    output, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0, output
+    training.check()
+    assert "Plan from the cache" in output.partition("asking")[2]
+
+
 def test_a_host_file_that_is_half_written_changes_nothing(training: Training) -> None:
     training.hosts.write_text("localhost slots=2")
     training.host_file_at(3, "localhost slots=")

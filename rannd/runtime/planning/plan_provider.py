@@ -22,7 +22,8 @@ from rannd.config.cluster import Cluster, load_cluster
 from rannd.daemon.client.cache import Lease
 from rannd.daemon.common.keys import Key, deployment_key, limit_key
 from rannd.daemon.common.versions import version
-from rannd.device.identity import device_model
+from rannd.device.identity import device_model, is_accelerator
+from rannd.device.memory import device_memory
 from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
@@ -46,14 +47,18 @@ from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
+from rannd.ranks import rank_notes
 from rannd.runtime.binding.planned_cut import check_planned_cut, planned_stages
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.job_options import job_options
+from rannd.runtime.planning.known_costs import Ops
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
+from rannd.runtime.planning.plan_ahead import Request, Wanted, next_slots
+from rannd.runtime.planning.plan_ahead import start as start_planning
 from rannd.runtime.planning.profile_file import ProfileFile
 from rannd.runtime.planning.profiler import Measuring, Platform
 from rannd.runtime.planning.tensor_memory import memory_for_tensors
@@ -155,10 +160,50 @@ class Planner:
         if lacking is not None:
             deployment = self._replan_for_free_memory(deployment, *lacking)
         self._tell(deployment)
+        if rank_notes.heard() and self._world.rank == 0:
+            self._plan_ahead()
         if self._config.save_graph_profile and not self._measuring.profile:  # a cached deployment needed no profile
             self._measuring.costs(self._blocks(len(self._world.slots)))
         self._save_profile()
         return deployment
+
+    def _plan_ahead(self) -> None:
+        """Let a process of low priority plan for the hosts that this elastic job may have next, if all is measured."""
+        config = self._config
+        ahead = next_slots(self._world.slots)
+        wanted: dict[str, Ops] = {}
+        for each in ahead:
+            wanted |= self._measuring.parts.wanted(self._blocks(len(each)))
+        profile, links = self._measuring.known(wanted), self._measuring.known_links()
+        if links is None or not wanted.keys() <= profile.keys() or self._context.cache.client is None:
+            log.get("RaNNCModule").debug("No plans for other hosts are made in advance: not all is measured")
+            return
+        start_planning(
+            Request(
+                self._graph.task,
+                config.compile_stages != "off",
+                config.profile_by_acc,
+                self._measuring.parts.toolchain,
+                profile,
+                links,
+                self._options,
+                self._interleaved,
+                sum(self._rows),
+                self._made,
+                _titled(self._context.model),
+                config.cache,  # type: ignore[arg-type]
+                config.daemon_timeout_s,
+                config.daemon_idle_s,
+                int(config.cache_max_gb * GIB),
+                tuple(Wanted(self._key(each, self._usable_of(each)), each, self._usable_of(each)) for each in ahead),
+            )
+        )
+
+    def _usable_of(self, slots: Sequence[Slot]) -> int:
+        """Bytes that a plan may use of each of these devices, which are like this job's."""
+        if self._world.nodes == 1 and not is_accelerator(self._world.device):
+            return self._usable(device_memory(self._world.device, len(slots)))
+        return self.usable_memory
 
     def profile(self) -> GraphProfile:
         """Measure the blocks of plans for any number of devices, unless already known. Collective."""
@@ -319,8 +364,9 @@ class Planner:
 
     # -- parts ------------------------------------------------------------------------------------------------
 
-    def _key(self) -> Key:
-        rows = sum(self._rows)
+    def _key(self, slots: Sequence[Slot] = (), memory: int = 0) -> Key:
+        """Key of the deployment for these slots with so much memory, by default those of this job."""
+        rows, slots = sum(self._rows), slots or self._world.slots
         inputs = [
             (spec.name, str(spec.dtype), (rows, *spec.shape) if spec.batch else spec.shape)
             for spec in self._graph.signature.tensors
@@ -329,10 +375,10 @@ class Planner:
             graph_hash=self._graph.task.graph_hash,
             inputs=inputs,
             global_batch=rows,
-            world_size=self._world.size,
-            topology=[(slot.node, slot.device) for slot in self._world.slots],
+            world_size=len(slots),
+            topology=[(slot.node, slot.device) for slot in slots],
             device_model=self._platform.device_model,
-            device_memory=self.usable_memory,
+            device_memory=memory or self.usable_memory,
             backend=self._platform.backend,
             versions=self._platform.versions,
             flags=self._platform.flags,

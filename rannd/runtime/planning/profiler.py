@@ -14,27 +14,24 @@ import torch
 from rannd import log
 from rannd.daemon.common.keys import Component, Key, link_key, profile_key
 from rannd.graph.model import ModelGraph
-from rannd.graph.partition.block_hash import block_hashes, crossing
+from rannd.graph.partition.block_hash import crossing
 from rannd.graph.partition.cut import Part
 from rannd.graph.tracing.leaf_recorder import preserved
 from rannd.plan.blocks.blocks import Block
 from rannd.profile.block_costs import block_part, measure_missing
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import GraphProfile
-from rannd.profile.kept_values import Memory
 from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import ProfileInputs
-from rannd.profile.points import Measured, is_plausible, lacking, ladder, total
+from rannd.profile.points import Measured, is_plausible, lacking, ladder
 from rannd.runtime.comm.cache_client import understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.measured_code import MeasuredCode
+from rannd.runtime.planning.known_costs import MeasuredParts, Ops
 
 _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
+_KNOWN_LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None] | None)
 _MEASURED = msgspec.msgpack.Decoder(Measured)
-
-
-Ops = tuple[int, ...]
-"""Indices of operators of the task graph that are measured together."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,6 @@ class Measuring:
         """Rows of the largest microbatch."""
         self._whole = bool(graph.coupled)
         """Whether mini-batches are not split into microbatches."""
-        self._measured = measured
-        """Sets of operators that are measured: grains or atoms."""
         self._platform = platform
         self.tell: Callable[[float], None] | None = None
         """Progress callback; its argument is the fraction of the measurements that is done."""
@@ -88,56 +83,28 @@ class Measuring:
         self.profile: dict[str, Measured] = {}
         """Known measurements of this graph's blocks, by hash."""
         self._compiled = None if context.config.compile_stages == "off" else MeasuredCode(context, graph)
+        self.parts = MeasuredParts(graph.task, measured, "" if self._compiled is None else self._compiled.toolchain)
+        self.links: tuple[LinkCost, LinkCost | None] | None = None
+        """Costs of links within a node and between nodes, once they are known."""
 
     def costs(self, blocks: Sequence[Block]) -> CostTable:
         """Costs of all blocks and of the links, measured unless already known. Collective."""
-        parts = self._parts(blocks)
-        hashes = iter(self._hashes([ops for each in parts for ops in each]))
-        keys = [[next(hashes) for _ in each] for each in parts]
-        wanted = {
-            key: ops for each, found in zip(parts, keys, strict=True) for ops, key in zip(each, found, strict=True)
-        }
-        self._measure(wanted, everything=False)
-        task = self._graph.task
-        border = iter(crossing(task, [ops for each in parts for ops in each]))
-        costs = [[self.profile[key].cost(self._most, next(border)) for key in each] for each in keys]
-        memory = Memory(task)
-        return CostTable(tuple(total(each, memory) for each in costs), *self._links())
+        self._measure(self.parts.wanted(blocks), everything=False)
+        self.links = self._links()
+        return CostTable(self.parts.costs(blocks, self.profile, self._most), *self.links)
 
     def measure_all(self, plans: Iterable[Sequence[Block]]) -> None:
         """Measure the blocks of several plans, at row counts that suffice for any smaller mini-batch. Collective."""
-        parts = list(dict.fromkeys(ops for blocks in plans for each in self._parts(blocks) for ops in each))
-        wanted = dict(zip(self._hashes(parts), parts, strict=True))
+        wanted: dict[str, Ops] = {}
+        for blocks in plans:
+            wanted |= self.parts.wanted(blocks)
         self._measure(wanted, everything=True)
-
-    def _hashes(self, parts: Sequence[Ops]) -> list[str]:
-        """Hash of each part, by which its measurements are known; others for compiled code."""
-        found = block_hashes(self._graph.task, parts)
-        return found if self._compiled is None else [f"{each} {self._compiled.toolchain}" for each in found]
-
-    def _parts(self, blocks: Sequence[Block]) -> list[list[Ops]]:
-        """Sets of operators measured for each block: its atoms, or its grains and its parts of split grains."""
-        owner = {op: number for number, block in enumerate(blocks) for op in block.ops}
-        found: list[list[Ops]] = [[] for _ in blocks]
-        for part in self._measured:
-            for number in sorted({owner[op] for op in part}):
-                found[number].append(tuple(op for op in part if owner[op] == number))
-        return found
 
     def _measure(self, wanted: Mapping[str, Ops], *, everything: bool) -> None:
         """Complete `profile` by the measurements of `wanted` (operators, by hash). Collective."""
         client = self._context.cache.client
-        keys = {each: self._profile_key(each) for each in wanted if each not in self.profile}
-        known = dict(self.profile)
-        if self.given is not None:
-            known.update((each, self.given.blocks[each]) for each in keys if each in self.given.blocks)
-        if client is not None:
-            for (each, key), value in zip(keys.items(), client.get_many(list(keys.values())), strict=True):
-                kept = understood(client, key, value, _MEASURED, is_plausible)
-                if kept is not None:
-                    known[each] = known[each].joined(kept) if each in known else kept
         self.profile = msgspec.msgpack.decode(
-            self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, Measured]
+            self._world.broadcast_bytes(msgspec.msgpack.encode(self.known(wanted))), type=dict[str, Measured]
         )
         missing = {each: self._lacking(self.profile.get(each), everything=everything) for each in wanted}
         missing = {each: rows for each, rows in missing.items() if rows}
@@ -167,6 +134,20 @@ class Measuring:
             client.put_many(
                 (self._profile_key(each), msgspec.msgpack.encode(found.lasting)) for each, found in joined.items()
             )
+
+    def known(self, wanted: Iterable[str]) -> dict[str, Measured]:
+        """What rank 0 knows of these parts, by hash, and what was measured before; not collective."""
+        client = self._context.cache.client
+        keys = {each: self._profile_key(each) for each in wanted if each not in self.profile}
+        known = dict(self.profile)
+        if self.given is not None:
+            known.update((each, self.given.blocks[each]) for each in keys if each in self.given.blocks)
+        if client is not None:
+            for (each, key), value in zip(keys.items(), client.get_many(list(keys.values())), strict=True):
+                kept = understood(client, key, value, _MEASURED, is_plausible)
+                if kept is not None:
+                    known[each] = known[each].joined(kept) if each in known else kept
+        return known
 
     def _lacking(self, known: Measured | None, *, everything: bool) -> tuple[int, ...]:
         if not everything:
@@ -204,25 +185,31 @@ class Measuring:
         """Costs of links within a node and between nodes, for `CostTable`. Collective."""
         if self._world.size == 1:
             return copy_speed(self._world.device), None
-        key = link_key(
+        data = self._world.broadcast_bytes(msgspec.msgpack.encode(self.known_links()))
+        found: tuple[LinkCost, LinkCost | None] | None = _KNOWN_LINKS.decode(data)
+        if found is not None:
+            return found
+        links = self._measure_links()
+        client = self._context.cache.client
+        if client is not None:
+            client.put(self._link_key(), msgspec.msgpack.encode(links))
+        return links
+
+    def known_links(self) -> tuple[LinkCost, LinkCost | None] | None:
+        """What rank 0 knows of the links; not collective."""
+        client = self._context.cache.client
+        if self.links is not None or client is None:
+            return self.links
+        key = self._link_key()
+        return understood(client, key, client.get(key), _LINKS)
+
+    def _link_key(self) -> Key:
+        return link_key(
             topology=[(slot.node, slot.device) for slot in self._world.slots],
             device_model=self._platform.device_model,
             backend=self._platform.backend,
             versions=self._platform.versions,
         )
-        data = b""
-        client = self._context.cache.client
-        if client is not None:
-            found = client.get(key)
-            if found is not None and understood(client, key, found, _LINKS) is not None:
-                data = found
-        data = self._world.broadcast_bytes(data)
-        if data:
-            return _LINKS.decode(data)
-        links = self._measure_links()
-        if client is not None:
-            client.put(key, msgspec.msgpack.encode(links))
-        return links
 
     def _measure_links(self) -> tuple[LinkCost, LinkCost | None]:
         world = self._world

@@ -1,0 +1,155 @@
+"""Plans for the hosts that an elastic job may have next, made while it trains: then its next start is a look-up.
+
+Rank 0 starts one process of the lowest priority for each graph that it has a deployment for. It plans for one host
+fewer, two fewer and one more (on a single host: slots), and stores the deployments in the daemon under the keys that a
+job on those hosts asks for. No torch in this file: the process begins to plan after a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from rannd.daemon.client.cache import connect
+from rannd.daemon.common.keys import Key
+from rannd.errors import RanndError
+from rannd.graph.fx.ir import TaskGraph
+from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.repeated_layers import parts_of
+from rannd.plan.deployment import Provenance, Slot, encode
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.search.planner import plan
+from rannd.profile.costs import CostTable, LinkCost
+from rannd.profile.points import Measured
+from rannd.runtime.planning.known_costs import MeasuredParts
+
+MOST = 8
+"""Maximum number of sets of hosts to plan for."""
+NICE = 19
+"""The lowest priority."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A set of slots to plan for."""
+
+    key: Key
+    slots: tuple[Slot, ...]
+    memory: int
+    """Bytes of each device that may be used."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """All that the process has to know."""
+
+    task: TaskGraph
+    compiled: bool
+    by_atoms: bool
+    """Whether atoms were measured, not grains."""
+    toolchain: str
+    """See `MeasuredParts`."""
+    profile: dict[str, Measured]
+    links: tuple[LinkCost, LinkCost | None]
+    options: PlanOptions
+    interleaved: bool
+    rows: int
+    """Rows of the global batch."""
+    made: Provenance
+    model: str
+    mode: Literal["on", "readonly", "refresh", "off"]
+    timeout_s: float
+    idle_s: float
+    max_bytes: int
+    wanted: tuple[Wanted, ...]
+
+
+def next_slots(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
+    """Return the slots that a job may have next, the most likely first.
+
+    One host fewer, one more (like the largest), two fewer; on a single host the same with slots.
+    """
+    counts = list(Counter(slot.node for slot in slots).values())
+    if len(counts) == 1:
+        others = [[counts[0] + change] for change in (-1, 1, -2)]
+    else:
+        every = range(len(counts))
+        others = [[*counts[:one], *counts[one + 1 :]] for one in every]
+        others.append([*counts, max(counts)])
+        others += [[counts[each] for each in every if each not in (one, two)] for one in every for two in range(one)]
+    found = dict.fromkeys(tuple(each) for each in others if sum(each) > 0)
+    return [tuple(Slot(node, device) for node, count in enumerate(each) for device in range(count)) for each in found][
+        :MOST
+    ]
+
+
+_running: list[subprocess.Popen[bytes]] = []
+"""Processes of this rank that plan."""
+
+
+def start(request: Request) -> None:
+    """Start the process; it ends with this one at the latest."""
+    _running[:] = [each for each in _running if each.poll() is None]
+    code = "from rannd.runtime.planning.plan_ahead import main; main()"
+    # Its threads would take cores from the ranks, whatever its priority.
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(os.getpid())],
+        env={**os.environ, **single},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    _running.append(process)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has failed, plans are made when they are needed
+        process.stdin.write(msgspec.msgpack.encode(request))
+
+
+def main() -> None:
+    """Entry point of the process; ``sys.argv[1]``: the rank's process id."""
+    os.nice(NICE)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        return  # the rank is gone
+    run(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Request))
+
+
+def run(request: Request) -> int:
+    """Make and store the plans that are not there yet; return how many were stored."""
+    parts = parts_of(request.task, compiled=request.compiled)
+    measured = MeasuredParts(request.task, parts.atoms if request.by_atoms else parts.grains, request.toolchain)
+    client = connect(mode=request.mode, timeout_s=request.timeout_s, idle_s=request.idle_s, max_bytes=request.max_bytes)
+    stored = 0
+    for wanted in request.wanted:
+        if not client.connected or client.get(wanted.key) is not None:
+            continue
+        world = len(wanted.slots)
+        try:
+            blocks = make_blocks(parts, request.options, world=world)
+            costs = measured.costs(blocks, request.profile, -(-request.rows // world))
+            found = plan(
+                request.task,
+                blocks,
+                CostTable(costs, *request.links),
+                world=world,
+                slots=wanted.slots,
+                batch_rows=request.rows,
+                memory_bytes=wanted.memory,
+                options=request.options,
+                interleaved=request.interleaved,
+                ranked=True,
+            )
+        except (RanndError, KeyError):  # a part that was not measured: the job itself will say what is wrong
+            continue
+        found = msgspec.structs.replace(found, made=request.made, model=request.model)
+        stored += client.put(wanted.key, encode(found))
+    return stored
