@@ -19,7 +19,12 @@ STEP = "step"
 SAVED = "saved"
 """Step of a checkpoint that is whole."""
 LEFT = "left"
-"""The rank ends because it was asked to, and not because its training is over; step of the newest checkpoint."""
+"""The rank ends after this step because it was asked to, and not because its training is over."""
+MOST = "most"
+"""Number of ranks that the training can have at most."""
+
+RESUME_STEP = "RANND_RESUME_STEP"
+"""Variable with the step of the newest checkpoint that earlier ranks have told of."""
 
 
 def give(descriptor: int) -> None:

@@ -21,10 +21,10 @@ from rannd.runner.resources import host_list
 from rannd.runner.resources.allocation import expand_nodelist
 from rannd.runner.resources.inherited import Rank
 from rannd.runner.resources.rank_environment import LOWEST_PORT, tuning
-from rannd.runner.run_options import FLAGS, Options, rank_command
+from rannd.runner.run_options import ELASTIC, FLAGS, Options, rank_command
 
 #: Flags that only affect ranks which rannc-run starts itself.
-_OWN_RANKS = ("log_dir", "show_ranks", "grace_period", "timeout_start")
+_OWN_RANKS = ("log_dir", "show_ranks", "grace_period", "timeout_start", *ELASTIC)
 
 
 @dataclass(frozen=True)

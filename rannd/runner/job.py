@@ -203,10 +203,12 @@ def _shown(options: Options, size: int) -> frozenset[int]:
         first, dash, last = entry.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(f"{told}: {entry!r} is not a rank; write ranks and ranges as in 0,2-3")
-        if int(last or first) >= size:  # before a mistyped range fills the memory
+        if int(last or first) >= size and not options.fewer_ranks:  # before a mistyped range fills the memory
             ranks.clear()
             break
-        ranks |= set(range(int(first), int(last or first) + 1))
+        ranks |= set(range(int(first), min(int(last or first) + 1, size)))
+    if options.fewer_ranks:
+        return frozenset(ranks or {0})
     if not ranks:
         raise UsageError(f"{told}: the job has ranks 0 to {size - 1}")
     return frozenset(ranks)

@@ -163,12 +163,16 @@ def main(
     if here is not None and here.size > 1:
         _become(adopt(asked, here, os.environ), items, dry_run=dry_run)
         return
-    if items.elastic and not dry_run and not plan_only:
-        from rannd.runner.supervisor import run_elastic  # few jobs need it
+    if items.elastic and not plan_only:
+        from rannd.runner.supervisor import Supervisor  # few jobs need it
 
+        supervisor = Supervisor(asked, items, os.environ, script="" if module else command[0])
+        if dry_run:
+            click.echo(supervisor.first().describe())
+            return
         if items.cache != "off":
             have_daemon(items)
-        ctx.exit(run_elastic(asked, items, script="" if module else command[0]))
+        ctx.exit(supervisor.run())
     job = prepare(asked, os.environ)
     if dry_run:
         click.echo(job.describe())

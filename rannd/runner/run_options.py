@@ -28,6 +28,8 @@ FLAGS = {
     "max_restarts": "--max-restarts",
     "leave_timeout": "--leave-timeout",
 }
+ELASTIC = ("elastic", "min_np", "max_np", "max_restarts", "leave_timeout")
+"""Those of elastic jobs."""
 QUIET = "--quiet"
 """Flag that is short for one value of the item log_level."""
 
@@ -77,6 +79,8 @@ class Options:
     """Neither ranks nor rannc-run say more than warnings and errors."""
     cluster: str | None = None
     """Name or file of the devices to plan for."""
+    fewer_ranks: bool = False
+    """Whether there may be fewer ranks than `shown` names: those of an elastic job come and go."""
     origins: Mapping[str, str] | None = None
     """Source of the items of `FLAGS`, as of `Config.origin`; None: all are flags."""
 
@@ -93,9 +97,12 @@ class Options:
         """Return the options of a configuration that includes the flags.
 
         Raises:
-            UsageError: Both hosts and hostfile are given, in the same source.
+            UsageError: Both hosts and hostfile are given, in the same source; flags of elastic jobs without --elastic.
         """
         wanted = _hosts_or_hostfile(config)
+        idle = [FLAGS[name] for name in ELASTIC if config.origin(name) == FLAGS[name] and not config.elastic]
+        if idle:
+            raise UsageError(f"{', '.join(idle)} without --elastic; add it, or leave them out")
         return Options(
             command=command,
             size=config.nproc or None,

@@ -12,29 +12,41 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FrameType
+from typing import Any, NoReturn
 
 from rannd.config import Config
 from rannd.errors import LaunchError, UsageError
-from rannd.runner.elastic.host_errand import HostErrand
+from rannd.ranks.rank_notes import RESUME_STEP
+from rannd.runner.elastic.host_errand import STAYS, HostErrand
 from rannd.runner.elastic.host_file import HostFile
-from rannd.runner.elastic.members import Members, size_of
+from rannd.runner.elastic.members import Members, loses_this_machine, size_of
 from rannd.runner.elastic.restarts import Restarts
 from rannd.runner.hints import hints
 from rannd.runner.job import Job, prepare
 from rannd.runner.report import exit_code
-from rannd.runner.resources.host_list import Host, is_local
+from rannd.runner.resources.host_list import Host
 from rannd.runner.run_options import Options
 from rannd.runner.starting import launch, not_ready, problem_table, say, tell_end
 from rannd.runner.watch.job_result import JobResult
 
 _WAIT_S = 0.5
 """Seconds between two looks for enough hosts."""
-RESUME_STEP = "RANND_RESUME_STEP"
-"""Variable with the step of the newest checkpoint that ranks have told of."""
+
+
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that end a job whose ranks do not run; while they run, the monitor handles them."""
+
+
+class _Ended(Exception):
+    """The job was ended by a signal while no ranks ran."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
 
 
 class Supervisor:
@@ -47,11 +59,12 @@ class Supervisor:
         script: Path of the script, '' for a module.
 
     Raises:
-        UsageError: The host file is wrong, or -np and a host file are given.
+        UsageError: The host file is wrong, or flags contradict each other.
     """
 
     def __init__(self, options: Options, items: Config, environ: Mapping[str, str], script: str) -> None:
-        self._options, self._items, self._environ, self._script = options, items, dict(environ), script
+        self._items, self._environ, self._script = items, dict(environ), script
+        self._options = replace(options, fewer_ranks=True)
         self._file: HostFile | None = None
         if options.hostfile is not None:
             if options.size:
@@ -61,35 +74,59 @@ class Supervisor:
                 )
             self._file = HostFile(options.hostfile, say)
         self._members = Members(items.min_np, items.max_np)
+        if self._file is not None:
+            self._members.name(self._file.hosts)
         self._restarts = Restarts(items.max_restarts)
         self._first = True
         self._saved = -1
+
+    def first(self) -> Job:
+        """Return the job as it would be started now.
+
+        Raises:
+            UsageError, LaunchError: As `prepare` raises them.
+        """
+        return self._prepared(self._members.chosen())
 
     def run(self) -> int:
         """Run the job to its end; return the exit code of rannc-run.
 
         Raises:
-            UsageError, LaunchError: As `prepare` and `launch` raise them for a job that is not elastic.
+            UsageError, LaunchError: The first start cannot be made, or a later one has failed too often.
         """
-        if self._file is not None:
-            self._members.name(self._file.hosts)
-        while True:
-            hosts = self._gather()
-            job = self._checked(self._prepared(hosts))
-            if job is None:
-                continue
-            errand = HostErrand(
-                self._file, self._members, hosts, self._items.leave_timeout, job.grace, self._restarts, say
-            )
-            if self._first and not job.quiet:
-                for line in hints(self._options, job):
-                    say(line)
-            self._first = False
-            result = launch(job, errand)
-            self._saved = max(self._saved, errand.saved)
-            code = self._judge(job, result, errand)
-            if code is not None:
-                return code
+        before = {signum: signal.getsignal(signum) for signum in _NOTICES}
+        try:
+            for signum, handler in before.items():
+                if handler != signal.SIG_IGN:
+                    signal.signal(signum, _end)
+            while (code := self._start()) is None:
+                pass
+            return code
+        except (_Ended, KeyboardInterrupt) as exc:
+            number = exc.signum if isinstance(exc, _Ended) else int(signal.SIGINT)
+            say(f"{signal.Signals(number).name}: no ranks run, the job is not started again")
+            return 128 + number
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+
+    def _start(self) -> int | None:
+        """Start the ranks once; return the exit code if the job is over."""
+        hosts = self._gather()
+        job = self._tried(lambda: self._checked(self._prepared(hosts)))
+        if job is None:
+            return None
+        errand = HostErrand(self._file, self._members, hosts, self._items.leave_timeout, job.grace, self._restarts, say)
+        if self._first and not job.quiet:
+            for line in hints(self._options, job):
+                say(line)
+        began = time.monotonic()
+        result = self._tried(lambda: launch(job, errand))
+        self._first = False
+        if result is None:
+            return None
+        self._saved = max(self._saved, errand.saved)
+        return self._judge(job, result, errand, time.monotonic() - began)
 
     # --- before a start ---------------------------------------------------------------------------
 
@@ -100,16 +137,20 @@ class Supervisor:
         told = False
         while True:
             if self._file.changed():
-                self._members.name(self._file.hosts)
+                if loses_this_machine(self._members.named, self._file.hosts):
+                    say(STAYS.format(self._file.path))
+                else:
+                    self._members.name(self._file.hosts)
             found = self._members.chosen()
             if found:
                 return found
             if not told:
                 out = self._members.left_out
                 without = f", without {', '.join(out)}" if out else ""
+                slots = size_of(self._members.named)
                 say(
-                    f"{self._file.path} has {sum(host.slots for host in self._file.hosts)} slots{without}; waiting for "
-                    f"at least {self._items.min_np} (--min-np)"
+                    f"{self._file.path} has {slots} slot{'s' if slots > 1 else ''}{without}; waiting for at least "
+                    f"{self._items.min_np} (--min-np)"
                 )
                 told = True
             time.sleep(_WAIT_S)
@@ -120,14 +161,30 @@ class Supervisor:
             named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
             options = replace(options, hosts=named, hostfile=None, size=size_of(hosts))
         job = prepare(options, self._environ)
-        if self._file is not None:
-            job = replace(job, hosts_from=str(self._file.path) if job.hosts_from else "")
+        if self._file is None:
+            job = self._bounded(job)
+        elif job.hosts_from:
+            job = replace(job, hosts_from=str(self._file.path))
         if self._saved >= 0:
             job = replace(job, added={**job.added, RESUME_STEP: str(self._saved)})
         return job
 
+    def _bounded(self, job: Job) -> Job:
+        """Return a job without a host file that has as many ranks as it may have."""
+        size, least, most = len(job.places), self._items.min_np, self._items.max_np
+        if size < least:
+            raise UsageError(f"{size} rank{'s' if size > 1 else ''} are fewer than --min-np {least}; name more hosts")
+        if not most or size <= most:
+            return job
+        if self._options.size:
+            raise UsageError(f"-np {size} is more than --max-np {most}; leave one of them out")
+        return prepare(replace(self._options, size=most), self._environ)
+
     def _checked(self, job: Job) -> Job | None:
-        """Return the job if its hosts are ready; None if some are not, and are left out of the next try."""
+        """Return the job if its hosts are ready; None if some are not, and are left out of the next try.
+
+        LaunchError if none is.
+        """
         if not job.preflight:
             return job
         problems, job = not_ready(job, self._items, self._script)
@@ -135,42 +192,50 @@ class Supervisor:
             return job
         hosts = {each.host for each in problems}
         text = problem_table(job, problems)
-        if self._file is not None and hosts < {place.host for place in job.places}:
-            say(f"{text}\nrannc-run: leaving out {', '.join(sorted(hosts))}")
-            for host in hosts:
-                self._members.leave_out(host)
-        elif self._first or not self._wait(text):
+        if self._file is None or not hosts < {place.host for place in job.places}:
             raise LaunchError(text)
+        say(f"{text}\nrannc-run: leaving out {', '.join(sorted(hosts))}")
+        for host in hosts:
+            self._members.leave_out(host)
         return None
+
+    def _tried(self, what: Callable[[], Any]) -> Any:
+        """Return the result of what the first start has to be able to do; None if a later one was not, and waits."""
+        try:
+            return what()
+        except (UsageError, LaunchError) as error:
+            if self._first or not self._wait(text=str(error)):
+                raise
+            return None
 
     # --- after an end -----------------------------------------------------------------------------
 
-    def _judge(self, job: Job, result: JobResult, errand: HostErrand) -> int | None:
+    def _judge(self, job: Job, result: JobResult, errand: HostErrand, ran_s: float) -> int | None:
         """Return the exit code if the job is over; None if it is to be started again."""
         code = exit_code(result)
-        if result.signal:
-            if errand.left:
-                say(f"the ranks have saved step {errand.left_after} and ended")
-            else:
-                tell_end(job, result)
-            return code
-        if code == 0 and not errand.left and not (errand.changing and not errand.speaks):
-            return 0
-        if errand.left or errand.changing:
+        leaving = errand.left or errand.changing
+        asked = (-signal.SIGUSR1, 128 + signal.SIGUSR1)  # a script without a handler
+        if not leaving or any(end.status not in asked for end in result.failures):
+            tell_end(job, result)
+        if errand.left or (leaving and not result.signal):
             self._say_left(errand)
+        if result.signal:
+            return code
+        if leaving and (code or errand.left or not errand.speaks):
             self._restarts.others()
             return None
-        tell_end(job, result)
-        lost = sorted({end.host for end in result.ends if end.lost})
+        if code == 0:
+            return 0
+        lost = {job.places[end.rank].host for end in result.ends if end.lost}
         for host in lost:
-            self._members.leave_out(self._named(host))
+            self._members.leave_out(host)
         if lost:
             self._restarts.others()
-        return None if self._wait() else code
+        return None if self._wait(ran_s) else code
 
-    def _wait(self, text: str = "") -> bool:
+    def _wait(self, ran_s: float = 0.0, text: str = "") -> bool:
         """Count a failure, which `text` describes, and wait; False if there is no further start."""
-        wait = self._restarts.fail()
+        wait = self._restarts.fail(ran_s)
         if wait is None:
             say(f"the job is not started again: {self._restarts.why()}")
             return False
@@ -181,21 +246,16 @@ class Supervisor:
         return True
 
     def _say_left(self, errand: HostErrand) -> None:
-        if errand.left:
-            say(f"the ranks have saved step {errand.left_after} and ended")
+        newest = f"the newest checkpoint is of step {errand.saved}" if errand.saved >= 0 else "there is no checkpoint"
+        if errand.left and errand.saved == errand.left_after:
+            say(f"the ranks have saved step {errand.saved} and ended")
+        elif errand.left:
+            say(f"the ranks have ended after step {errand.left_after}; {newest}")
         elif errand.speaks:
-            say("the ranks have ended before they could save; the training goes on from the last checkpoint")
+            say(f"the ranks have ended; {newest}")
         else:
             say("the ranks have ended")
 
-    def _named(self, host: str) -> str:
-        """Return the name in the host file of a host as its watcher names itself."""
-        for each in self._members.named:
-            if each.name == host or each.name.split(".")[0] == host or (is_local(each.name) and is_local(host)):
-                return each.name
-        return host
 
-
-def run_elastic(options: Options, items: Config, script: str) -> int:
-    """Run an elastic job; returns the exit code."""
-    return Supervisor(options, items, os.environ, script).run()
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    raise _Ended(signum)

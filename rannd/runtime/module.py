@@ -55,9 +55,7 @@ _RANNC_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "gather_inputs": lambda wrapper: wrapper._gather_inputs,
     "is_training": lambda wrapper: wrapper.training,
     "enable_zero": lambda model: model._config.zero_stage not in ("auto", "0"),
-    "step": lambda model: functools.partial(
-        training_step, model, optimizer=model._optimizer, scaler=model._context.options.scaler
-    ),
+    "step": lambda model: functools.partial(training_step, model, optimizer=model._optimizer, scaler=model._scaler),
 }
 """Attributes of RaNNC's wrapper, and `step` of Varuna's; those of the same names in the wrapped model come first."""
 
@@ -159,8 +157,8 @@ class RaNNCModule(nn.Module):
             scaler=scaler,
             shared=not gather_inputs,
         )
-        self._context = Context.of(current(config), config, model, optimizer, options)
-        self._session = Session(self._context)
+        self._scaler = scaler
+        self._session = Session(Context.of(current(config), config, model, optimizer, options))
         self.training = model.training
         if type(self).forward is RaNNCModule.forward:
             self.__dict__["forward"] = _forward_like(self, model)

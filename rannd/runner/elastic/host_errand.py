@@ -8,11 +8,15 @@ from typing import Any
 
 from rannd.ranks import rank_notes
 from rannd.runner.elastic.host_file import LOOK_S, HostFile
-from rannd.runner.elastic.members import Members, words
+from rannd.runner.elastic.members import Members, loses_this_machine, words
 from rannd.runner.elastic.restarts import Restarts
-from rannd.runner.resources.host_list import Host, is_local
+from rannd.runner.resources.host_list import Host
 
 _NEVER_S = 3600.0
+STAYS = (
+    "{} does not name this machine any more, but rannc-run itself runs here: the job goes on with the hosts that it "
+    "had. To leave this machine, end rannc-run and start it elsewhere"
+)
 
 
 class HostErrand:
@@ -47,9 +51,9 @@ class HostErrand:
         self.speaks = False
         """The script uses `pyrannc.elastic`."""
         self.left = False
-        """Some rank has saved and ended because it was asked to."""
+        """Some rank has ended because it was asked to."""
         self.left_after = -1
-        """The step that was saved then."""
+        """After this step."""
         self.saved = -1
         """Step of the newest checkpoint; -1: none is known."""
 
@@ -63,11 +67,8 @@ class HostErrand:
         if self._file is None or self.changing or not self._file.changed():
             return
         named = self._file.hosts
-        if any(is_local(host.name) for host in self._here) and not any(is_local(host.name) for host in named):
-            self._say(
-                f"{self._file.path} does not name this machine any more, but rannc-run itself runs here: the job goes "
-                "on with the hosts that it had. To leave this machine, end rannc-run and start it elsewhere"
-            )
+        if loses_this_machine(self._members.named, named):
+            self._say(STAYS.format(self._file.path))
             return
         self._members.name(named)
         found = self._members.chosen()
@@ -92,8 +93,9 @@ class HostErrand:
                 self.speaks = True
                 self._restarts.note_step(value)
             elif name == rank_notes.SAVED:
+                self._restarts.note_step(value)
                 self.saved = max(self.saved, value)
             elif name == rank_notes.LEFT:
-                self.left, self.speaks = True, True
-                self.left_after = value
-                self.saved = max(self.saved, value)
+                self.left, self.left_after = True, value
+            elif name == rank_notes.MOST and value:
+                self._members.possible = value

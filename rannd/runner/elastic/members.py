@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rannd.runner.resources.host_list import Host
+from rannd.runner.resources.host_list import Host, is_local
 
 RETRY_S = 300.0
 """Seconds after which a host that was lost, or was not ready, may take part again."""
@@ -22,6 +22,8 @@ class Members:
 
     least: int
     most: int
+    possible: int = 0
+    """Number of ranks that the script has said it can have at most; 0: it has said nothing."""
     named: list[Host] = field(default_factory=list)
     _out: dict[str, tuple[Host, float]] = field(default_factory=dict)
     """Hosts that are left out, as they were named, and until when."""
@@ -46,13 +48,18 @@ class Members:
         """Return the hosts of the next start with the slots that are used; [] if there are too few slots."""
         found: list[Host] = []
         out = {self._out[name][0] for name in self.left_out}
-        free = self.most or size_of(self.named)
+        free = min([limit for limit in (self.most, self.possible) if limit] or [size_of(self.named)])
         for host in self.named:
             slots = min(host.slots, free)
             if host not in out and slots:
                 found.append(Host(host.name, slots))
                 free -= slots
         return found if found and size_of(found) >= self.least else []
+
+
+def loses_this_machine(before: Sequence[Host], after: Sequence[Host]) -> bool:
+    """Whether this machine, where rannc-run itself runs, was one of the hosts, and is not any more."""
+    return any(is_local(host.name) for host in before) and not any(is_local(host.name) for host in after)
 
 
 def size_of(hosts: Sequence[Host]) -> int:

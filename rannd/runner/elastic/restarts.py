@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 BARREN = 3
 """Starts in a row that fail without a new step, after which the job ends: the next one would fail, too."""
-LONGEST_S = 60.0
-"""Maximum wait."""
+LONG_S = 600.0
+"""Seconds of a start that has not failed at once, whatever its ranks tell."""
 
 
 @dataclass
@@ -21,26 +21,29 @@ class Restarts:
     most: int
     failures: int = 0
     barren: int = 0
-    """Failures since the last one that had made a new step."""
+    """Starts in a row that have failed without a new step."""
     reached: int = -1
     """The latest step that any start has done; -1: none."""
+    _progress: bool = False
+    """Whether the present start has made a new step."""
 
     def note_step(self, step: int) -> None:
-        """A start has done `step` steps. Only steps that no start had done before are progress."""
+        """The present start has done `step` steps. Only steps that no start had done before are progress."""
         if step > self.reached:
-            self.reached, self.barren = step, 0
+            self.reached, self._progress = step, True
 
     def others(self) -> None:
         """The next start has other hosts: what failed before may not fail there."""
-        self.barren = 0
+        self.barren, self._progress = 0, False
 
-    def fail(self) -> float | None:
-        """Count a failure; return the seconds to wait before the next start, None if there must be none."""
+    def fail(self, ran_s: float = 0.0) -> float | None:
+        """Count a failure after `ran_s` seconds; return those to wait before the next start, None if there is none."""
         self.failures += 1
-        self.barren += 1
+        self.barren = 0 if self._progress or ran_s >= LONG_S else self.barren + 1
+        self._progress = False
         if self.failures > self.most or self.barren >= BARREN:
             return None
-        return min(2.0 ** (self.barren - 1), LONGEST_S) if self.barren > 1 else 0.0
+        return 2.0**self.barren if self.barren else 0.0
 
     def why(self) -> str:
         """Say why there is no further start."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
+from rannd.ranks import rank_notes
 from rannd.ranks.rank_variables import PMIX, WORLDS, slurm_local_size, without_size
 from rannd.runner.resources.allocation import HOSTFILE_VARIABLES
 
@@ -29,6 +30,8 @@ _PREFIXES = (
 _NAMES = frozenset(
     {
         *HOSTFILE_VARIABLES,
+        rank_notes.VARIABLE,
+        rank_notes.RESUME_STEP,
         *(name for world in WORLDS for name in world if name != "SLURM_NTASKS_PER_NODE"),
         "OMPI_ARGV",
         "OMPI_COMMAND",

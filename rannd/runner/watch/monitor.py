@@ -230,7 +230,7 @@ class Monitor:
 
     def _take_signals(self, received: bytes) -> None:
         for signum in received:
-            if signum in _ENDING:
+            if signum in _ENDING or (signum == signal.SIGUSR1 and self._errand is not None):
                 self._end_job(signum)
             elif signum in _FORWARDED:
                 self._tell_all(wire.encode_json(wire.SIGNAL, signal=signum))
@@ -240,8 +240,9 @@ class Monitor:
         if self._result.signal == 0 and not self._stopping:
             self._result.signal = signum
             ranks = "1 rank" if self._size == 1 else f"{self._size} ranks"
-            if self._errand is not None and signum == signal.SIGTERM:
-                self._say(f"SIGTERM: {ranks} may save and end by themselves, for {self._errand.leave_s:g} s")
+            if self._errand is not None and signum in (signal.SIGTERM, signal.SIGUSR1):
+                name = signal.Signals(signum).name
+                self._say(f"{name}: {ranks} may save and end by themselves, for {self._errand.leave_s:g} s")
                 self._leave(self._errand.leave_s)
                 return
             self._say(f"{signal.Signals(signum).name}: ending {ranks}, SIGKILL after {self._grace:g} s")

@@ -28,10 +28,13 @@ def saved_steps(directory: Path) -> list[int]:
     return sorted((int(found[1]) for name in names if (found := _NAME.fullmatch(name))), reverse=True)
 
 
-def prune(directory: Path, kept: int) -> None:
-    """Remove all but the newest `kept`; what cannot be removed stays until the next time."""
+def prune(directory: Path, newest: int, kept: int) -> None:
+    """Remove all but `kept` of those up to the `newest` whole one; what cannot be removed stays until the next time.
+
+    Later ones were left out when the training went on: they are damaged.
+    """
     with contextlib.suppress(OSError):
-        for step in saved_steps(directory)[kept:]:
+        for step in [step for step in saved_steps(directory) if step <= newest][kept:]:
             with contextlib.suppress(OSError):
                 folder = folder_of(directory, step)
                 gone = directory / f".{folder.name}{GONE}{secrets.token_hex(8)}"

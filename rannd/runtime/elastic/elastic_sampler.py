@@ -26,6 +26,11 @@ _AHEAD = patches.declare(
     "that a DataLoader reads an ElasticSampler",
 )
 _KEYS = ("length", "batch_size", "shuffle", "seed", "drop_last")
+_READS_AHEAD = (
+    "two batches of the ElasticSampler were read before the model was called: what reads ahead (as loaders do that "
+    "accelerate.prepare returns) hides which batches the model was trained with, so one would be left out after a "
+    "restart. Iterate over the DataLoader itself, and move its batches to the device in the loop"
+)
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -50,7 +55,7 @@ class ElasticSampler(Sampler[list[int]]):
         rank, ranks: This rank, and how many there are; None: those of the job.
 
     Raises:
-        UsageError: A batch has fewer rows than there are ranks.
+        UsageError: A batch has fewer rows than there are ranks, or an epoch has no batch.
     """
 
     def __init__(
@@ -76,10 +81,16 @@ class ElasticSampler(Sampler[list[int]]):
         self.weight = 1.0
         """Factor of this rank's mean loss with which the mean over ranks is that over the rows of the global batch that
         the script got last."""
-        self._finished = False
-        """Whether this process has come to the end of the epoch."""
         self.between: Callable[[], None] = _nothing
         """Called when the script is done with a batch, before it gets the next one."""
+        self.calls: Callable[[], int] | None = None
+        """Returns how often the model was called."""
+        self._finished = False
+        """Whether this process has come to the end of the epoch."""
+        self._restored = False
+        """Whether the position is another job's, and nothing was read since."""
+        self._shares: Shares | None = None
+        """The present iteration."""
         _check(self)
         patches.install(_LOADER.around(_next_batch), _AHEAD.around(_next_index))
 
@@ -87,21 +98,58 @@ class ElasticSampler(Sampler[list[int]]):
         """Number of batches of an epoch."""
         return self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
 
+    @property
+    def most_ranks(self) -> int:
+        """Number of ranks that each get a row of each batch."""
+        rest = self.length % self.batch_size
+        return rest if rest and not self.drop_last else self.batch_size
+
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; nothing changes if it is the present one, which goes on."""
+        """Begin an epoch; nothing changes if it is the present one, which goes on.
+
+        UsageError for an epoch before the one that a checkpoint was saved in.
+        """
+        if self._restored and epoch < self.epoch:
+            raise UsageError(
+                f"set_epoch({epoch}), but the training goes on in epoch {self.epoch}; begin with it: "
+                "for epoch in range(sampler.epoch, epochs)"
+            )
         if epoch != self.epoch or self._finished:
-            self.epoch, self.position, self._finished = epoch, 0, False
+            self.epoch, self.position, self._finished, self._shares = epoch, 0, False, None
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.commit()
         if self._finished:
             self.set_epoch(self.epoch + 1)
-        return Shares(self)
+        self._shares = Shares(self)
+        return self._shares
+
+    def commit(self) -> None:
+        """The script is done with the batch that it got last, if it has called the model with it."""
+        if self._shares is not None:
+            self.position = max(self.position, self._shares.given - int(self._shares.unused))
 
     def share(self, number: int, order: torch.Tensor) -> list[int]:
         """Return this rank's samples of a global batch; `order`: of the epoch."""
         rows = order[number * self.batch_size : (number + 1) * self.batch_size]
-        first, end = (len(rows) * rank // self.ranks for rank in (self.rank, self.rank + 1))
+        first, end = self._part(len(rows))
         return [int(row) for row in rows[first:end]]
+
+    def begin_batch(self, number: int) -> None:
+        """The script gets a batch."""
+        rows = min(self.batch_size, self.length - number * self.batch_size)
+        first, end = self._part(rows)
+        self.weight = self.ranks * (end - first) / rows
+        self._restored = False
+
+    def end_epoch(self, shares: Shares) -> None:
+        """The script has got all batches of an iteration."""
+        if shares is self._shares:
+            self._finished, self._restored = True, False
+
+    def is_stale(self, shares: Shares) -> bool:
+        """Whether an iteration began before another one, or before a checkpoint was loaded."""
+        return shares is not self._shares
 
     def order(self) -> torch.Tensor:
         """Return the samples of the present epoch in their order."""
@@ -110,10 +158,6 @@ class ElasticSampler(Sampler[list[int]]):
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
         return torch.randperm(self.length, generator=generator)
-
-    def rows(self, number: int) -> int:
-        """Return the rows of a global batch."""
-        return min(self.batch_size, self.length - number * self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on all ranks."""
@@ -127,57 +171,87 @@ class ElasticSampler(Sampler[list[int]]):
                     f"ElasticSampler has {key} = {getattr(self, key)}, and the one that was saved {state[key]}: its "
                     "batches are others. Give it the same, or begin in another directory"
                 )
-        self.epoch, self.position, self._finished = state["epoch"], state["position"], False
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._finished, self._restored, self._shares = False, True, None
+
+    def _part(self, rows: int) -> tuple[int, int]:
+        """Return the first row of this rank's share of a batch, and the one after its last."""
+        return rows * self.rank // self.ranks, rows * (self.rank + 1) // self.ranks
 
 
 class Shares(Iterator[list[int]]):
-    """This rank's shares of the batches that are left of an epoch.
-
-    Where a DataLoader reads them, in advance perhaps, `handed` counts the batches that the script has got; else those
-    that were read.
-    """
+    """This rank's shares of the batches that are left of an epoch."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self._sampler = sampler
         self._order = sampler.order()
-        self._read = self.handed = sampler.position
+        self._read = self.given = sampler.position
+        """`given`: number of batches of the epoch that the script has got; those before were read by a DataLoader."""
+        self._first = self.given
+        self._calls = -1
+        """Calls of the model when the script got its last batch."""
         self.loader = False
-        """Whether a DataLoader reads them."""
+        """Whether a DataLoader reads them, in advance perhaps."""
 
     def __next__(self) -> list[int]:
-        number = self._read
-        if not self.loader and number > self._sampler.position:
-            self.after_batch(number)
-        if number >= len(self._sampler):
+        if not self.loader:
+            if _reading:
+                raise UsageError(
+                    "an ElasticSampler is read inside of another batch sampler; give it to the DataLoader itself "
+                    "(batch_sampler=sampler), which counts the batches that the script has got"
+                )
+            self.next_batch()
+        if self._read >= len(self._sampler):
             if not self.loader:
-                self.end()
+                self._sampler.end_epoch(self)
             raise StopIteration
         self._read += 1
         if not self.loader:
-            self.begin_batch(number)
-        return self._sampler.share(number, self._order)
+            self.give()
+        return self._sampler.share(self._read - 1, self._order)
 
-    def after_batch(self, done: int) -> None:
-        """The script is done with so many batches of the epoch."""
-        self._sampler.position = done
-        self._sampler.between()
+    def next_batch(self) -> None:
+        """The script is done with the batch that it has got, and wants the next one."""
+        sampler = self._sampler
+        if sampler.is_stale(self):
+            raise UsageError(
+                "this iteration over the ElasticSampler began before a checkpoint was loaded, or before another "
+                "iteration; make it after pyrannc.elastic(..), and one at a time"
+            )
+        if self.given == self._first + 1 and self.unused:
+            raise UsageError(_READS_AHEAD)
+        if self.given > sampler.position:
+            sampler.position = self.given  # also if the script has left it out
+            sampler.between()
 
-    def begin_batch(self, number: int) -> None:
-        """The script gets a batch."""
-        sampler, rows = self._sampler, self._sampler.rows(number)
-        first, end = (rows * rank // sampler.ranks for rank in (sampler.rank, sampler.rank + 1))
-        sampler.weight = sampler.ranks * (end - first) / rows
+    @property
+    def unused(self) -> bool:
+        """Whether the model was not called since the script got its last batch."""
+        return self._sampler.calls is not None and self._sampler.calls() == self._calls
 
-    def end(self) -> None:
-        """The script has got all batches."""
-        self._sampler._finished = True
+    def give(self) -> None:
+        """The script gets the next batch."""
+        if self._sampler.calls is not None:
+            self._calls = self._sampler.calls()
+        self._sampler.begin_batch(self.given)
+        self.given += 1
+
+
+_reading = False
+"""Whether a DataLoader reads what is no iteration over an ElasticSampler, but may have one inside."""
 
 
 def _next_index(original: Callable[[Any], Any], iterator: Any) -> Any:
     """Read the samples of a batch for a DataLoader, which need not give it to the script at once."""
+    global _reading
     if isinstance(iterator._sampler_iter, Shares):
         iterator._sampler_iter.loader = True
-    return original(iterator)
+        return original(iterator)
+    _reading = True
+    try:
+        return original(iterator)
+    finally:
+        _reading = False
 
 
 def _next_batch(original: Callable[[Any], Any], iterator: Any) -> Any:
@@ -185,15 +259,17 @@ def _next_batch(original: Callable[[Any], Any], iterator: Any) -> Any:
     shares = getattr(iterator, "_sampler_iter", None)
     if not isinstance(shares, Shares):
         return original(iterator)
-    if shares.handed > shares._sampler.position:
-        shares.after_batch(shares.handed)
+    shares.loader = True
+    shares.next_batch()
     try:
         batch = original(iterator)
     except StopIteration:
-        shares.end()
+        shares._sampler.end_epoch(shares)
         raise
-    shares.begin_batch(shares.handed)
-    shares.handed += 1
+    except Exception:  # of a sample; the loader goes on with the next batch
+        shares.give()
+        raise
+    shares.give()
     return batch
 
 
@@ -209,9 +285,13 @@ def _check(sampler: ElasticSampler) -> None:
             f"a global batch of {sampler.batch_size} rows for {sampler.ranks} ranks; each needs one. Take a larger "
             f"batch_size, or at most {sampler.batch_size} ranks (--max-np)"
         )
-    rest = sampler.length % sampler.batch_size
-    if not sampler.drop_last and 0 < rest < sampler.ranks:
+    if not len(sampler):
         raise UsageError(
-            f"the last batch of an epoch has {rest} of {sampler.length} rows, fewer than {sampler.ranks} ranks; use "
-            "drop_last=True, another batch_size, or fewer ranks (--max-np)"
+            f"a dataset of {sampler.length} samples has no whole batch of {sampler.batch_size}; use drop_last=False or "
+            "a smaller batch_size"
+        )
+    if sampler.most_ranks < sampler.ranks:
+        raise UsageError(
+            f"the last batch of an epoch has {sampler.most_ranks} of {sampler.length} rows, fewer than {sampler.ranks} "
+            "ranks; use drop_last=True, another batch_size, or fewer ranks (--max-np)"
         )

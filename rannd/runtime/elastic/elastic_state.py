@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ _KEY = "pyrannc.elastic"
 _RUNNING, _WHOLE, _FAILED = 1, 2, 3
 """States of an asynchronous save; 0: there is none."""
 
+_present: ElasticState | None = None
+"""The training of this process: the ranks save and end with one alone."""
+
 
 class ElasticState:
     """What `pyrannc.elastic` returns."""
@@ -61,32 +66,65 @@ class ElasticState:
         self._whole = -1
         self._pending: PendingSave | None = None
         self._pending_step = 0
+        self._pruning: threading.Thread | None = None
+        """Removes old checkpoints."""
         self._seen = 0
         """Step at the last time between steps."""
         self._told_at = -_TELL_S
         self._restore()
         self._leave = LeaveRequest()
         inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
-        (inner if isinstance(inner, torch.optim.Optimizer) else optimizer).register_step_post_hook(self._count)
+        inner = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+        self._hook = inner.register_step_post_hook(self._count)
+        most: dict[str, int] = {}
         if sampler is None:
-            model._session.between_steps = self.between
+            model._session.between_steps = self._between
         else:
-            sampler.between = self.between
-        rank_notes.tell(**{rank_notes.STEP: self.step})
+            sampler.between = self._between
+            sampler.calls = lambda: model._session.random_position[1]
+            most = {rank_notes.MOST: sampler.most_ranks}
+        rank_notes.tell(**{rank_notes.STEP: self.step}, **most)
+
+    def close(self) -> None:
+        """Neither save nor leave any more, so that another training of this process may."""
+        global _present
+        if _present is self:
+            _present = None
+        self._leave.close()
+        self._hook.remove()
+        self._model._session.between_steps = None
+        if self._sampler is not None:
+            self._sampler.between, self._sampler.calls = (lambda: None), None
 
     def _count(self, *_: Any) -> None:
         self.step += 1
 
     def between(self) -> None:
-        """Save if it is time to, and end if that was asked for. Called between steps, on all ranks; collective.
+        """Save if it is time to, and end if that was asked for. Collective.
 
-        Does nothing if no step was made since the last time. The script calls it itself only where it has no
-        ElasticSampler and does more after a step than to call the model again.
+        It is called between batches of the sampler, or else before the first call of the model after a step. The
+        script may call it as well, at the end of its loop's body. Does nothing if no step was made since the last time.
 
         Raises:
             SystemExit: rannc-run, or a batch system (SIGUSR1), has asked some rank to end; all is saved.
             StepError: Ranks are at different places of the script.
         """
+        if self._sampler is not None:
+            self._sampler.commit()
+        self._between()
+
+    def save(self) -> None:
+        """Save now, unless this step is saved; at the end of a training, for example. Collective.
+
+        Call it where the script is done with a batch. CheckpointError if it cannot be written.
+        """
+        if self._sampler is not None:
+            self._sampler.commit()
+        self._await_save()
+        if self._whole != self.step and (error := self._save(asynchronous=False)) is not None:
+            raise error
+
+    def _between(self) -> None:
         if self.step == self._seen:
             return
         self._seen = self.step
@@ -95,7 +133,7 @@ class ElasticState:
         if any(asked for asked, _ in told):
             self._end()
         if self.step - self._saved >= self._every and self._pending is None:
-            self._save(asynchronous=True)
+            self._warn(self._save(asynchronous=True))
         if time.monotonic() - self._told_at >= _TELL_S:
             self._told_at = time.monotonic()
             rank_notes.tell(**{rank_notes.STEP: self.step})
@@ -114,24 +152,30 @@ class ElasticState:
         if self._pending is None or _RUNNING in states:
             return
         if _FAILED in states:
-            self._warn(self._pending.error)
+            self._warn(self._pending.error or CheckpointError("another rank could not save"))
         else:
             self._finish(self._pending_step)
         self._pending = None
 
+    def _await_save(self) -> None:
+        """Wait for an asynchronous save. Collective."""
+        if self._pending is not None:
+            self._pending.join()
+            self._settle([state for (state,) in agree(self._world, Phase.ELASTIC, self.step, self._state_of_save())])
+
     def _warn(self, error: CheckpointError | None) -> None:
-        if self._world.rank == 0:
-            log.get("RaNNCModule").error(
-                "%s. The training goes on; the next try is in %d steps", error or "a save has failed", self._every
-            )
+        if error is not None and self._world.rank == 0:
+            log.get("RaNNCModule").error("%s. The training goes on; the next try is in %d steps", error, self._every)
 
     def _finish(self, step: int) -> None:
         self._whole = step
-        if self._world.rank == 0:
-            prune(self._directory, self._kept)
+        if self._world.rank == 0:  # beside the training: a network file system takes its time
+            arguments = (self._directory, step, self._kept)
+            self._pruning = threading.Thread(target=prune, args=arguments, name="rannd old checkpoints")
+            self._pruning.start()
 
-    def _save(self, *, asynchronous: bool) -> None:
-        """Save; where that fails, say so."""
+    def _save(self, *, asynchronous: bool) -> CheckpointError | None:
+        """Save; return the error, which all ranks have."""
         self._saved = self._pending_step = self.step
         state = {"step": self.step, "extra": dict(self.extra)}
         if self._sampler is not None:
@@ -142,25 +186,24 @@ class ElasticState:
             self._pending = save(
                 world, folder, subject, prefix=MODEL, step=self.step, extra=extra, asynchronous=asynchronous, asks=True
             )
-        except CheckpointError as error:  # on all ranks
-            self._warn(error)
-            return
+        except CheckpointError as error:
+            return error
         if not asynchronous:
             self._finish(self.step)
+        return None
 
     def _end(self) -> None:
         """Save what is not saved, and end this process."""
-        if self._pending is not None:
-            self._pending.join()
-            self._settle([state for (state,) in agree(self._world, Phase.ELASTIC, self.step, self._state_of_save())])
-        if self._whole != self.step:
-            self._save(asynchronous=False)
+        self._await_save()
+        error = self._save(asynchronous=False) if self._whole != self.step else None
         if self._world.rank == 0:
-            log.get("RaNNCModule").info(
-                "Ending after step %d, as asked; saved: step %s", self.step, self._whole if self._whole >= 0 else "none"
-            )
-        rank_notes.tell(**{rank_notes.LEFT: max(self._whole, 0), rank_notes.STEP: self.step})
-        raise SystemExit(0)
+            logger, newest = log.get("RaNNCModule"), f"step {self._whole}" if self._whole >= 0 else "none"
+            if error is not None:
+                logger.error("%s", error)
+            logger.info("Ending after step %d, as asked; the newest checkpoint: %s", self.step, newest)
+        rank_notes.tell(**{rank_notes.LEFT: self.step, rank_notes.STEP: self.step})
+        # Whoever starts ranks without an elastic rannc-run has to know that the training is not over.
+        raise SystemExit(0 if rank_notes.heard() else 128 + signal.SIGUSR1)
 
     # -- going on ---------------------------------------------------------------------------------------------
 
@@ -249,10 +292,15 @@ def elastic(
         )
     if not isinstance(every, int) or every < 0:
         raise UsageError(f"every = {every!r}; give a number of steps, 1 or more")
+    global _present
     model._session.alive()
+    if _present is not None:
+        raise UsageError(
+            "pyrannc.elastic was called before, and a job saves and ends with one training; close() that state first"
+        )
     config = configuration.load()
     parts = {"scheduler": scheduler, "scaler": scaler, "averaged": averaged}
-    return ElasticState(
+    _present = ElasticState(
         model,
         optimizer,
         parts,
@@ -261,6 +309,7 @@ def elastic(
         every or config.checkpoint_every,
         config.checkpoints_kept,
     )
+    return _present
 
 
 def resume_step() -> int | None:
@@ -268,5 +317,5 @@ def resume_step() -> int | None:
 
     For scripts that save and load themselves (`save_checkpoint` with ``step=``).
     """
-    found = os.environ.get("RANND_RESUME_STEP", "")
+    found = os.environ.get(rank_notes.RESUME_STEP, "")
     return int(found) if found.isdecimal() else None

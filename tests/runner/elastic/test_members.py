@@ -23,6 +23,12 @@ def test_all_slots_are_used_up_to_the_maximum() -> None:
     assert _members(A, B, C, most=2).chosen() == [A]
 
 
+def test_a_script_that_can_have_few_ranks_gets_no_more() -> None:
+    made = _members(A, B, C, most=6)
+    made.possible = 3
+    assert made.chosen() == [A, Host("b", 1)]
+
+
 def test_too_few_slots_are_none() -> None:
     assert _members(A, C, least=4).chosen() == []
     assert _members(A, C, least=3).chosen() == [A, C]

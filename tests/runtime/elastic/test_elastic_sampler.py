@@ -139,6 +139,81 @@ def test_an_epoch_that_was_over_gives_nothing_and_then_the_next() -> None:
     assert list(other) == list(sampler)
 
 
+def test_a_script_that_begins_again_after_a_restart_is_told() -> None:
+    (sampler,), (other,) = _samplers(1), _samplers(1)
+    sampler.set_epoch(2)
+    other.load_state_dict(sampler.state_dict())
+    with pytest.raises(UsageError, match=r"set_epoch\(0\), but the training goes on in epoch 2"):
+        other.set_epoch(0)
+    other.set_epoch(2)
+    list(other)
+    other.set_epoch(0)  # a script may do so later
+
+
+def test_what_is_broken_off_goes_on_behind_the_last_batch() -> None:
+    (sampler,) = _samplers(1)
+    first = []
+    for batch in sampler:
+        first.append(batch)
+        if len(first) == 2:
+            break
+    assert [*first, *sampler] == list(_samplers(1)[0])
+
+
+def test_an_iteration_from_before_a_restart_is_refused() -> None:
+    (sampler,), (other,) = _samplers(1), _samplers(1)
+    loader = iter(DataLoader(torch.arange(50), batch_sampler=sampler))
+    next(loader)
+    sampler.load_state_dict(other.state_dict())
+    with pytest.raises(UsageError, match="began before a checkpoint was loaded"):
+        next(loader)
+
+
+def test_what_reads_ahead_is_refused() -> None:
+    (sampler,) = _samplers(1)
+    calls = [0]
+    sampler.calls = lambda: calls[0]
+    loader = iter(DataLoader(torch.arange(50), batch_sampler=sampler))
+    next(loader)
+    with pytest.raises(UsageError, match="two batches of the ElasticSampler were read before the model was called"):
+        next(loader)
+    sampler.load_state_dict(sampler.state_dict())
+    for _ in DataLoader(torch.arange(50), batch_sampler=sampler):
+        calls[0] += 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_inside_of_another_is_refused(workers: int) -> None:
+    (sampler,) = _samplers(1)
+
+    class Around:
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from sampler
+
+    with pytest.raises(UsageError, match="inside of another batch sampler"):
+        next(iter(DataLoader(torch.arange(50), batch_sampler=Around(), num_workers=workers)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_is_a_batch_all_the_same(workers: int) -> None:
+    class Broken(torch.utils.data.Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            if index == 13:
+                raise ValueError("13")
+            return index
+
+        def __len__(self) -> int:
+            return 50
+
+    (sampler,) = _samplers(1, shuffle=False)
+    batches = iter(DataLoader(Broken(), batch_sampler=sampler, num_workers=workers))
+    next(batches)
+    with pytest.raises(ValueError, match="13"):
+        next(batches)
+    next(batches)
+    assert sampler.position == 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5, 7])
 def test_weights_make_the_mean_over_ranks_that_over_rows(ranks: int) -> None:
     values = torch.randn(50, dtype=torch.float64)
@@ -155,6 +230,9 @@ def test_too_many_ranks_are_refused() -> None:
         ElasticSampler(DATA, 12, rank=0, ranks=4)
     with pytest.raises(UsageError, match="no samples"):
         ElasticSampler([], 12, rank=0, ranks=4)
+    with pytest.raises(UsageError, match="a dataset of 50 samples has no whole batch of 60"):
+        ElasticSampler(DATA, 60, rank=0, ranks=4, drop_last=True)
+    assert [ElasticSampler(DATA, batch, rank=0, ranks=1).most_ranks for batch in (10, 12, 49)] == [10, 2, 1]
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"batch_size": 10}])
