@@ -14,6 +14,8 @@ VARIABLE = "RANND_NOTES"
 LONGEST = 4096
 """Bytes of a line: those that a pipe takes whole (PIPE_BUF)."""
 
+BEGAN = "began"
+"""Optimizer steps that were done when this start took up the training."""
 STEP = "step"
 """Optimizer steps that are done."""
 SAVED = "saved"

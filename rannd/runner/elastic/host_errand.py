@@ -89,8 +89,10 @@ class HostErrand:
         for name, value in note.items():
             if type(value) is not int or value < 0:
                 continue
-            if name == rank_notes.STEP:
+            if name == rank_notes.BEGAN:
                 self.speaks = True
+                self._restarts.begin(value)
+            elif name == rank_notes.STEP:
                 self._restarts.note_step(value)
             elif name == rank_notes.SAVED:
                 self._restarts.note_step(value)

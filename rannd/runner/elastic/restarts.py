@@ -27,6 +27,10 @@ class Restarts:
     _progress: bool = False
     """Whether the present start has made a new step."""
 
+    def begin(self, step: int) -> None:
+        """The present start goes on after `step` steps."""
+        self.reached = max(self.reached, step)
+
     def note_step(self, step: int) -> None:
         """The present start has done `step` steps. Only steps that no start had done before are progress."""
         if step > self.reached:

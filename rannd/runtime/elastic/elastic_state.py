@@ -83,7 +83,7 @@ class ElasticState:
             sampler.between = self._between
             sampler.calls = lambda: model._session.random_position[1]
             most = {rank_notes.MOST: sampler.most_ranks}
-        rank_notes.tell(**{rank_notes.STEP: self.step}, **most)
+        rank_notes.tell(**{rank_notes.BEGAN: self.step}, **most)
 
     def close(self) -> None:
         """Neither save nor leave any more, so that another training of this process may."""

@@ -24,6 +24,15 @@ def test_failures_without_a_new_step_wait_and_end() -> None:
     assert "without a new step" in counted.why()
 
 
+def test_where_a_start_begins_is_no_progress() -> None:
+    counted = Restarts(100)
+    waits = []
+    while (wait := counted.fail()) is not None:
+        waits.append(wait)
+        counted.begin(120)
+    assert waits == [2.0, 4.0]
+
+
 def test_other_hosts_are_a_new_chance() -> None:
     counted = Restarts(100)
     for _ in range(10):

@@ -138,9 +138,12 @@ def test_a_damaged_checkpoint_is_left_out_and_kept_until_it_is_replaced(tmp_path
     (folder_of(tmp_path, 6) / "__0_0.distcp").write_bytes(b"")
     second = _after(tmp_path, every=1)
     assert second.state.step == 4
-    second.run(6)
+    second.run(5)
     second.settle()
-    assert saved_steps(tmp_path)[1:] == [5, 4], "those that are whole"
+    assert saved_steps(tmp_path) == [6, 5, 4], "two that are whole"
+    second.run(7)
+    second.settle()
+    assert saved_steps(tmp_path) == [7, 6]
 
 
 def test_damaged_checkpoints_alone_are_an_error(tmp_path: Path) -> None:
