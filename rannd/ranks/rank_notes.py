@@ -15,7 +15,7 @@ LONGEST = 4096
 """Bytes of a line: those that a pipe takes whole (PIPE_BUF)."""
 
 BEGAN = "began"
-"""Optimizer steps that were done when this start took up the training."""
+"""Step of the checkpoint that this start goes on from; 0: there was none."""
 STEP = "step"
 """Optimizer steps that are done."""
 SAVED = "saved"

@@ -206,7 +206,7 @@ def test_it_waits_for_enough_hosts(training: Training) -> None:
     process = training.start("--min-np", "2", "--hostfile", str(training.hosts), pause_s=0.0)
     assert process.stdout is not None
     line = next(line for line in process.stdout if "waiting" in line)
-    assert "has 1 slots; waiting for at least 2 (--min-np)" in line
+    assert "has 1 slot; waiting for at least 2 (--min-np)" in line
     training.hosts.write_text("localhost slots=2")
     output, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 0, output

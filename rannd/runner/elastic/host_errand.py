@@ -92,6 +92,7 @@ class HostErrand:
             if name == rank_notes.BEGAN:
                 self.speaks = True
                 self._restarts.begin(value)
+                self.saved = max(self.saved, value or -1)
             elif name == rank_notes.STEP:
                 self._restarts.note_step(value)
             elif name == rank_notes.SAVED:

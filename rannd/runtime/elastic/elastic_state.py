@@ -244,7 +244,6 @@ class ElasticState:
             self._sampler.load_state_dict(state["sampler"])
         self.step = self._seen = self._saved = self._whole = step
         self.extra, self.restored = state["extra"], True
-        rank_notes.tell(**{rank_notes.SAVED: step})
         if self._world.rank == 0:
             log.get("RaNNCModule").info("Going on after step %d, from %s", step, folder_of(self._directory, step))
 

@@ -75,6 +75,9 @@ def test_a_host_beyond_the_maximum_changes_nothing(tmp_path: Path, made: Fixture
 def test_what_ranks_say(made: Fixture) -> None:
     assert not made.errand.speaks
     made.errand.take_note(0, {"began": 0})
+    assert made.errand.saved == -1
+    made.errand.take_note(0, {"began": 3})
+    assert made.errand.saved == 3
     made.errand.take_note(0, {"step": 7, "saved": 5})
     assert (made.restarts.reached, made.errand.saved, made.errand.speaks) == (7, 5, True)
     made.errand.take_note(1, {"left": 9, "most": 4})
