@@ -1,0 +1,90 @@
+"""bench/elastic.py: what it simulates is what happens."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[3] / "bench" / "elastic.py"
+DAY = 86_400.0
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    spec = importlib.util.spec_from_file_location("elastic_bench", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["elastic_bench"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def costs(bench: Any) -> Any:
+    return bench.Costs(step_s=1.0, save_s=4.0, stop_s=2.0, start_s=10.0, plan_s=20.0, silent_s=15.0, every=100)
+
+
+def _all(bench: Any, hosts: int) -> list[Any]:
+    return [bench.Event(0.0, "join", host) for host in range(hosts)]
+
+
+def test_a_job_whose_hosts_stay_loses_its_start_alone(bench: Any, costs: Any) -> None:
+    events = _all(bench, 4)
+    job = bench.played(events, costs, bench.POLICIES[0], 4, 1030.0)
+    assert job.done == pytest.approx(1000.0), "20 s to plan, 10 to start"
+    assert bench.oracle(events, costs, 4, 1030.0) == pytest.approx(1030.0)
+
+
+def test_a_host_that_comes_costs_saving_and_a_start(bench: Any, costs: Any) -> None:
+    events = [*_all(bench, 1), bench.Event(530.0, "join", 1)]
+    job = bench.played(events, costs, bench.POLICIES[0], 2, 1000.0)
+    first, away = 500.25 / 2, 4 + 2 + 10  # half of the hosts; a look takes a quarter of a second
+    assert job.done == pytest.approx(first + (1000.0 - 530.25 - away))
+    assert job.starts == 2
+
+
+def test_a_host_that_fails_costs_the_steps_since_the_checkpoint(bench: Any, costs: Any) -> None:
+    events = [*_all(bench, 2), bench.Event(380.0, "fail", 1)]
+    job = bench.played(events, costs, bench.POLICIES[0], 2, 380.0 + 15 + 2 + 10 + 100)
+    assert job.done == pytest.approx(300.0 + 50.0)
+
+
+def test_a_host_that_was_given_notice_is_left_in_time(bench: Any, costs: Any) -> None:
+    events = [*_all(bench, 2), bench.Event(380.0, "notice", 1)]
+    job = bench.played(events, costs, bench.POLICIES[0], 2, 396.5 + 100)
+    assert job.done == pytest.approx(350.5 + 50.0)
+
+
+def test_without_saving_all_since_the_checkpoint_is_lost(bench: Any, costs: Any) -> None:
+    events = [*_all(bench, 1), bench.Event(530.0, "join", 1)]
+    job = bench.played(events, costs, bench.POLICIES[2], 2, 602.25)
+    assert job.done == pytest.approx(200.0 + 602.25 - 572.25)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_policy_is_better_than_the_oracle_nor_ours_worse_than_the_others(bench: Any, costs: Any, seed: int) -> None:
+    for hosts in (4, 32):
+        events = bench.drawn(hosts, 24.0, seed)
+        assert [event.at_s for event in events] == sorted(event.at_s for event in events)
+        best = bench.oracle(events, costs, hosts, DAY)
+        ours, *others = (bench.played(events, costs, policy, hosts, DAY).done for policy in bench.POLICIES)
+        assert best > ours >= max(others)
+
+
+def test_the_command_prints_a_table(tmp_path: Path) -> None:
+    trace = tmp_path / "spot.txt"
+    trace.write_text("# of two hosts\n0 join 0\n0 join 1\n100 notice 1\n4000 join 1\n")
+    command = [sys.executable, str(BENCH), "simulate", "--hosts", "--hours", "2", "--trace", str(trace)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "rannd" in output
+    assert output.splitlines()[1].startswith("spot.txt")
+    trace.write_text("100 vanish 1\n")
+    wrong = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert wrong.returncode == 1
+    assert "is not 'seconds join|notice|fail host'" in wrong.stderr
