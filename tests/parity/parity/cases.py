@@ -171,7 +171,7 @@ def _case(choice: Choice) -> Case:
         reshard=may_stay and number & 1 > 0,
         joined=may_join and number & 2 > 0,
         recompute=choice.recompute != "none",
-        every_other=choice.recompute == "some",
+        every_other=choice.recompute == "some" and choice.model != APART[0],  # one operator is one block
         offload=msgspec.structs.replace(choice.offload, activations=choice.activations),
     )
 
