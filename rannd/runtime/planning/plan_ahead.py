@@ -14,13 +14,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import msgspec
 
-from rannd.daemon.client.cache import connect
-from rannd.daemon.common.keys import Key
+from rannd.daemon.client.cache import Client, connect
+from rannd.daemon.common.keys import Key, profile_key
 from rannd.errors import RanndError
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import make_blocks
@@ -29,7 +29,7 @@ from rannd.plan.deployment import Provenance, Slot, encode
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
 from rannd.profile.costs import CostTable, LinkCost
-from rannd.profile.points import Measured
+from rannd.profile.points import Measured, is_plausible
 from rannd.runtime.planning.known_costs import MeasuredParts
 
 MOST = 8
@@ -58,6 +58,12 @@ class Request(msgspec.Struct, frozen=True):
     toolchain: str
     """See `MeasuredParts`."""
     profile: dict[str, Measured]
+    """What the rank knows; the rest is in the daemon, if it was ever measured."""
+    device_model: str
+    threads: int
+    versions: dict[str, str]
+    flags: dict[str, Any]
+    """These four are parts of the keys of what was measured."""
     links: tuple[LinkCost, LinkCost | None]
     options: PlanOptions
     interleaved: bool
@@ -98,6 +104,7 @@ _running: list[subprocess.Popen[bytes]] = []
 def start(request: Request) -> None:
     """Start the process; it ends with this one at the latest."""
     _running[:] = [each for each in _running if each.poll() is None]
+    data = msgspec.msgpack.encode(request)
     code = "from rannd.runtime.planning.plan_ahead import main; main()"
     # Its threads would take cores from the ranks, whatever its priority.
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -111,7 +118,7 @@ def start(request: Request) -> None:
     _running.append(process)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has failed, plans are made when they are needed
-        process.stdin.write(msgspec.msgpack.encode(request))
+        process.stdin.write(data)
 
 
 def main() -> None:
@@ -128,14 +135,15 @@ def run(request: Request) -> int:
     parts = parts_of(request.task, compiled=request.compiled)
     measured = MeasuredParts(request.task, parts.atoms if request.by_atoms else parts.grains, request.toolchain)
     client = connect(mode=request.mode, timeout_s=request.timeout_s, idle_s=request.idle_s, max_bytes=request.max_bytes)
-    stored = 0
+    stored, profile = 0, dict(request.profile)
     for wanted in request.wanted:
         if not client.connected or client.get(wanted.key) is not None:
             continue
         world = len(wanted.slots)
         try:
             blocks = make_blocks(parts, request.options, world=world)
-            costs = measured.costs(blocks, request.profile, -(-request.rows // world))
+            _look_up(request, client, profile, measured.wanted(blocks))
+            costs = measured.costs(blocks, profile, -(-request.rows // world))
             found = plan(
                 request.task,
                 blocks,
@@ -153,3 +161,22 @@ def run(request: Request) -> int:
         found = msgspec.structs.replace(found, made=request.made, model=request.model)
         stored += client.put(wanted.key, encode(found))
     return stored
+
+
+def _look_up(request: Request, client: Client, profile: dict[str, Measured], wanted: Iterable[str]) -> None:
+    """Add to `profile` what the daemon has of these parts."""
+    missing = [part for part in wanted if part not in profile]
+    keys = [
+        profile_key(
+            block_hash=part,
+            device_model=request.device_model,
+            threads=request.threads,
+            versions=request.versions,
+            flags=request.flags,
+        )
+        for part in missing
+    ]
+    for part, data in zip(missing, client.get_many(keys), strict=True):
+        with contextlib.suppress(msgspec.DecodeError):  # the job itself will say so
+            if data is not None and is_plausible(found := msgspec.msgpack.decode(data, type=Measured)):
+                profile[part] = found

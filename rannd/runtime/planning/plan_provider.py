@@ -54,7 +54,6 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.job_options import job_options
-from rannd.runtime.planning.known_costs import Ops
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.plan_ahead import Request, Wanted, next_slots
@@ -168,23 +167,23 @@ class Planner:
         return deployment
 
     def _plan_ahead(self) -> None:
-        """Let a process of low priority plan for the hosts that this elastic job may have next, if all is measured."""
-        config = self._config
-        ahead = next_slots(self._world.slots)
-        wanted: dict[str, Ops] = {}
-        for each in ahead:
-            wanted |= self._measuring.parts.wanted(self._blocks(len(each)))
-        profile, links = self._measuring.known(wanted), self._measuring.known_links()
-        if links is None or not wanted.keys() <= profile.keys() or self._context.cache.client is None:
-            log.get("RaNNCModule").debug("No plans for other hosts are made in advance: not all is measured")
+        """Let a process of low priority plan for the hosts that this elastic job may have next."""
+        config, links = self._config, self._measuring.known_links()
+        if links is None or self._context.cache.client is None:
+            log.get("RaNNCModule").debug("No plans for other hosts are made in advance: there is no cache, or one rank")
             return
+        ahead = next_slots(self._world.slots)
         start_planning(
             Request(
                 self._graph.task,
                 config.compile_stages != "off",
                 config.profile_by_acc,
                 self._measuring.parts.toolchain,
-                profile,
+                self._measuring.profile,
+                self._platform.device_model,
+                self._measuring.threads,
+                {name: str(each) for name, each in self._platform.versions.items()},  # torch's is a class of its own
+                dict(self._platform.flags),
                 links,
                 self._options,
                 self._interleaved,

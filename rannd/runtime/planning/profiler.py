@@ -76,6 +76,8 @@ class Measuring:
         self._whole = bool(graph.coupled)
         """Whether mini-batches are not split into microbatches."""
         self._platform = platform
+        self.threads = torch.get_num_threads() if world.device.type == "cpu" else 0
+        """Threads of a rank, on which times depend."""
         self.tell: Callable[[float], None] | None = None
         """Progress callback; its argument is the fraction of the measurements that is done."""
         self.given: GraphProfile | None = None
@@ -104,7 +106,7 @@ class Measuring:
         """Complete `profile` by the measurements of `wanted` (operators, by hash). Collective."""
         client = self._context.cache.client
         self.profile = msgspec.msgpack.decode(
-            self._world.broadcast_bytes(msgspec.msgpack.encode(self.known(wanted))), type=dict[str, Measured]
+            self._world.broadcast_bytes(msgspec.msgpack.encode(self._known(wanted))), type=dict[str, Measured]
         )
         missing = {each: self._lacking(self.profile.get(each), everything=everything) for each in wanted}
         missing = {each: rows for each, rows in missing.items() if rows}
@@ -135,8 +137,8 @@ class Measuring:
                 (self._profile_key(each), msgspec.msgpack.encode(found.lasting)) for each, found in joined.items()
             )
 
-    def known(self, wanted: Iterable[str]) -> dict[str, Measured]:
-        """What rank 0 knows of these parts, by hash, and what was measured before; not collective."""
+    def _known(self, wanted: Iterable[str]) -> dict[str, Measured]:
+        """What rank 0 knows of these parts, by hash, and what was measured before."""
         client = self._context.cache.client
         keys = {each: self._profile_key(each) for each in wanted if each not in self.profile}
         known = dict(self.profile)
@@ -157,11 +159,10 @@ class Measuring:
         return tuple(rows for rows in steps if rows not in there and lacking(known, rows, whole=self._whole))
 
     def _profile_key(self, block: str) -> Key:
-        threads = torch.get_num_threads() if self._world.device.type == "cpu" else 0
         return profile_key(
             block_hash=block,
             device_model=self._platform.device_model,
-            threads=threads,
+            threads=self.threads,
             versions=self._platform.versions,
             flags=self._platform.flags,
         )
