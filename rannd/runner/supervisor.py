@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from rannd.config import Config
 from rannd.errors import LaunchError, UsageError
@@ -34,10 +34,9 @@ from rannd.runner.run_options import Options
 from rannd.runner.starting import launch, not_ready, problem_table, say, tell_end
 from rannd.runner.watch.job_result import JobResult
 
+_T = TypeVar("_T")
 _WAIT_S = 0.5
 """Seconds between two looks for enough hosts."""
-
-
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that end a job whose ranks do not run; while they run, the monitor handles them."""
 
@@ -173,7 +172,7 @@ class Supervisor:
         """Return a job without a host file that has as many ranks as it may have."""
         size, least, most = len(job.places), self._items.min_np, self._items.max_np
         if size < least:
-            raise UsageError(f"{size} rank{'s' if size > 1 else ''} are fewer than --min-np {least}; name more hosts")
+            raise UsageError(f"a job of {size} rank{'s' if size > 1 else ''}, fewer than --min-np {least}; start more")
         if not most or size <= most:
             return job
         if self._options.size:
@@ -199,7 +198,7 @@ class Supervisor:
             self._members.leave_out(host)
         return None
 
-    def _tried(self, what: Callable[[], Any]) -> Any:
+    def _tried(self, what: Callable[[], _T]) -> _T | None:
         """Return the result of what the first start has to be able to do; None if a later one was not, and waits."""
         try:
             return what()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import rannd
 from rannd.runner.job import _WATCHER
+from rannd.runner.watch.errand import Errand
 from rannd.runner.watch.job_result import JobResult
 from rannd.runner.watch.line_channel import Listener
 from rannd.runner.watch.monitor import Monitor
@@ -48,13 +49,15 @@ def run(
     grace: float = 5.0,
     variables: Mapping[str, str] | None = None,
     launched: str = SRUN,
+    errand: Errand | None = None,
 ) -> JobResult:
     """What becomes of ``python command`` on `size` ranks, of which `started` are started.
 
     Main thread only. `token`: another than the listener's; `start`: seconds within which ranks must start;
-    `variables`: of launcher, watchers and ranks; `launched`: the launcher's program.
+    `variables`: of launcher, watchers and ranks; `launched`: the launcher's program; `errand`: of the monitor.
     """
     settings = {"address": listener.address, "token": token or listener.token, "grace": grace, "log_dir": None}
+    settings["notes"] = errand is not None
     root = str(Path(rannd.__file__).parents[1])
     watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, sys.executable, *command]
     launcher = subprocess.Popen(
@@ -64,4 +67,4 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    return Monitor(listener, launcher, size, range(size), grace, start).run()
+    return Monitor(listener, launcher, size, range(size), grace, start, errand=errand).run()

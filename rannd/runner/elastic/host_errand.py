@@ -84,7 +84,7 @@ class HostErrand:
         self.changing = True
         leave(self._leave_timeout)
 
-    def take_note(self, rank: int, note: dict[str, Any]) -> None:
+    def take_note(self, note: dict[str, Any]) -> None:
         """Take what a rank says; what no rank says is left out."""
         for name, value in note.items():
             if type(value) is not int or value < 0:

@@ -18,5 +18,5 @@ class Errand(Protocol):
     def run(self, leave: Callable[[float], None]) -> None:
         """Run it; ``leave(seconds)`` asks all ranks to save and end by themselves within so many seconds."""
 
-    def take_note(self, rank: int, note: dict[str, Any]) -> None:
+    def take_note(self, note: dict[str, Any]) -> None:
         """Take what a rank says of its training (rank_notes.py); a script can say anything there."""

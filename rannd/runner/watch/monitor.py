@@ -247,7 +247,10 @@ class Monitor:
                 return
             self._say(f"{signal.Signals(signum).name}: ending {ranks}, SIGKILL after {self._grace:g} s")
             self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
-        elif signum != signal.SIGPIPE:
+        elif signum == signal.SIGTERM and self._result.signal == signal.SIGUSR1 and not self._stopping:
+            self._result.signal = signum  # batch systems send a notice, and end the job later
+            self._stop(signum)
+        elif signum not in (signal.SIGPIPE, signal.SIGUSR1):
             self._output.drop()  # its reader may be what hangs
             self._say(f"{signal.Signals(signum).name} again: SIGKILL for every rank now")
             self._tell_all(wire.encode(wire.KILL))
@@ -325,7 +328,7 @@ class Monitor:
         elif kind == wire.EXIT:
             self._take_end(link, payload)
         elif kind == wire.NOTE and self._errand is not None:
-            self._errand.take_note(link.rank, wire.decode_json(payload))
+            self._errand.take_note(wire.decode_json(payload))
         elif kind == wire.DONE:
             self._flush(link)
             link.done = True

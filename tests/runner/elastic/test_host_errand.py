@@ -74,25 +74,25 @@ def test_a_host_beyond_the_maximum_changes_nothing(tmp_path: Path, made: Fixture
 
 def test_what_ranks_say(made: Fixture) -> None:
     assert not made.errand.speaks
-    made.errand.take_note(0, {"began": 0})
+    made.errand.take_note({"began": 0})
     assert made.errand.saved == -1
-    made.errand.take_note(0, {"began": 3})
+    made.errand.take_note({"began": 3})
     assert made.errand.saved == 3
-    made.errand.take_note(0, {"step": 7, "saved": 5})
+    made.errand.take_note({"step": 7, "saved": 5})
     assert (made.restarts.reached, made.errand.saved, made.errand.speaks) == (7, 5, True)
-    made.errand.take_note(1, {"left": 9, "most": 4})
+    made.errand.take_note({"left": 9, "most": 4})
     assert (made.errand.left, made.errand.left_after, made.errand.saved) == (True, 9, 5)
     assert made.members.possible == 4
 
 
 def test_a_checkpoint_is_progress_of_a_script_that_saves_itself(made: Fixture) -> None:
     for step in range(1000, 9000, 1000):
-        made.errand.take_note(0, {"saved": step})
+        made.errand.take_note({"saved": step})
         assert made.restarts.fail() == 0.0
     assert not made.errand.speaks
 
 
 @pytest.mark.parametrize("note", [{}, {"step": "7"}, {"step": -1}, {"saved": 1.5}, {"left": True}, {"left": None}])
 def test_what_no_rank_says_is_left_out(made: Fixture, note: dict[str, object]) -> None:
-    made.errand.take_note(0, note)
+    made.errand.take_note(note)
     assert (made.restarts.reached, made.errand.saved, made.errand.left) == (-1, -1, False)
