@@ -119,7 +119,7 @@ def save(
         with world.watch.beside(SAVING):
             write(other)
 
-    return start(write_beside, os.fspath(path), tells=world.rank == 0, asks=asks)
+    return start(write_beside, os.fspath(path), tells=world.rank == 0 and not asks, asks=asks)
 
 
 @contextlib.contextmanager
