@@ -1,7 +1,7 @@
 """Benchmarks of elastic jobs: what a job gets done while its hosts come and go, under several policies.
 
-    python bench/elastic.py simulate [--trace FILE ..] [--hosts 8 128] [--devices 8] [--hours 24] [--seeds 3]
-                                     [--save S] [--start S] [--stop S] [--plan S] [--step S] [--every STEPS]
+    python bench/elastic.py [simulate] [--trace FILE ..] [--hosts 8 128] [--devices 8] [--hours 24] [--seeds 3]
+                                       [--save S] [--start S] [--stop S] [--plan S] [--step S] [--every STEPS]
 
 simulate  plays traces of hosts that come, are given notice, and fail, with given costs of saving, starting and
           planning. A job of n hosts makes steps n / N times as fast as one of all N (the global batch is the same).
@@ -262,7 +262,7 @@ def oracle(events: list[Event], costs: Costs, total: int, end: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["simulate"])
+    parser.add_argument("what", nargs="*", choices=["simulate", []], help="benchmarks (default: all)")
     parser.add_argument("--trace", type=Path, nargs="*", default=[])
     parser.add_argument("--hosts", type=int, nargs="*", default=[8, 128])
     parser.add_argument("--devices", type=int, default=8, help="per host, for the headings")
