@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -71,7 +71,6 @@ class Request(msgspec.Struct, frozen=True):
     """Rows of the global batch."""
     made: Provenance
     model: str
-    mode: Literal["on", "readonly", "refresh", "off"]
     timeout_s: float
     idle_s: float
     max_bytes: int
@@ -134,7 +133,7 @@ def run(request: Request) -> int:
     """Make and store the plans that are not there yet; return how many were stored."""
     parts = parts_of(request.task, compiled=request.compiled)
     measured = MeasuredParts(request.task, parts.atoms if request.by_atoms else parts.grains, request.toolchain)
-    client = connect(mode=request.mode, timeout_s=request.timeout_s, idle_s=request.idle_s, max_bytes=request.max_bytes)
+    client = connect(mode="on", timeout_s=request.timeout_s, idle_s=request.idle_s, max_bytes=request.max_bytes)
     stored, profile = 0, dict(request.profile)
     for wanted in request.wanted:
         if not client.connected or client.get(wanted.key) is not None:

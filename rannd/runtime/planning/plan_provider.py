@@ -169,8 +169,8 @@ class Planner:
     def _plan_ahead(self) -> None:
         """Let a process of low priority plan for the hosts that this elastic job may have next."""
         config, links = self._config, self._measuring.known_links()
-        if links is None or self._context.cache.client is None:
-            log.get("RaNNCModule").debug("No plans for other hosts are made in advance: there is no cache, or one rank")
+        if links is None or config.cache != "on":  # a next start would not look for them
+            log.get("RaNNCModule").debug("No plans for other hosts are made in advance (cache = %s)", config.cache)
             return
         ahead = next_slots(self._world.slots)
         start_planning(
@@ -190,7 +190,6 @@ class Planner:
                 sum(self._rows),
                 self._made,
                 _titled(self._context.model),
-                config.cache,  # type: ignore[arg-type]
                 config.daemon_timeout_s,
                 config.daemon_idle_s,
                 int(config.cache_max_gb * GIB),
