@@ -8,7 +8,7 @@ from pathlib import Path
 
 HOME = Path(__file__).parent
 
-TRACING = ("graph", "device", "patches.py", "torch_versions.py")
+TRACING = ("graph", "device", "patches.py", "torch_mends.py", "torch_versions.py")
 """Files that decide what the trace of a model is. A folder stands for all files in it and below."""
 
 CHECKING = ("runtime/traces",)

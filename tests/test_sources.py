@@ -97,9 +97,9 @@ def test_every_module_that_makes_keys_is_digested(imports: dict[str, set[str]]) 
 
 
 EDITED = {
-    TRACING: ("graph/model.py", "graph/rows/rules/products.py", "patches.py", "torch_versions.py"),
+    TRACING: ("graph/model.py", "graph/rows/rules/products.py", "patches.py", "torch_mends.py"),
     CHECKING: ("runtime/traces/trace_checking.py",),
-    PLANNING: ("graph/model.py", "torch_versions.py", "profile/measure.py", "runtime/planning/plan_provider.py"),
+    PLANNING: ("graph/model.py", "torch_mends.py", "profile/measure.py", "runtime/planning/plan_provider.py"),
 }
 
 

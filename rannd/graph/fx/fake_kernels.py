@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rannd.torch_versions import mend_kernels, override_fake
+from rannd.torch_mends import mend_kernels, override_fake
 
 
 def _ctc_loss(

@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction, Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from rannd.patches import Patch, declare, patched
-from rannd.torch_versions import no_recomputing
+from rannd.torch_mends import no_recomputing
 
 _NODES = declare(
     "nodes of custom Functions", BackwardCFunction, "__init__", "each call of a Function creates one, under any name"

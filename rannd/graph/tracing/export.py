@@ -44,7 +44,7 @@ from rannd.graph.tracing.leaf_recorder import in_place
 from rannd.graph.tracing.on_device import seen_on
 from rannd.graph.tracing.simplify import simplify
 from rannd.patches import declare, patched
-from rannd.torch_versions import tracing
+from rannd.torch_mends import tracing
 
 _VALIDATED = declare(
     "arguments of distributions",

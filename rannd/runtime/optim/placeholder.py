@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rannd.torch_versions import ADAGRAD_BEGINS_AT_ONCE
+from rannd.torch_mends import ADAGRAD_BEGINS_AT_ONCE
 
 _MARK = "_rannd_placeholder"
 

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rannd.graph.fx.fake_kernels  # noqa: F401  (mends what is at fault)
-from rannd import torch_versions
-from rannd.torch_versions import no_recomputing, tracing
+from rannd import torch_mends
+from rannd.torch_mends import no_recomputing, tracing
 
 
 def numbers(*shape: int) -> Tensor:
@@ -34,23 +34,23 @@ def test_cross_entropy_with_probabilities(
 ) -> None:
     scores, target = numbers(*shape), numbers(*shape).cos().softmax(-1)
     weight = numbers(5).exp() if weighted else None
-    found = torch_versions._cross_entropy_loss(scores, target, weight, REDUCTIONS[reduction], -100, smoothing)
+    found = torch_mends._cross_entropy_loss(scores, target, weight, REDUCTIONS[reduction], -100, smoothing)
     torch.testing.assert_close(
         found, F.cross_entropy(scores, target, weight, reduction=reduction, label_smoothing=smoothing)
     )
 
 
 def test_cross_entropy_of_no_samples_and_of_classes() -> None:
-    assert torch_versions._cross_entropy_loss(numbers(0, 5), numbers(0, 5)).isnan()
+    assert torch_mends._cross_entropy_loss(numbers(0, 5), numbers(0, 5)).isnan()
     scores, classes = numbers(4, 5), torch.tensor([0, 1, 4, 2])
-    if torch_versions.VERSION < (2, 13):
-        assert torch_versions._cross_entropy_loss(scores, classes) == F.cross_entropy(scores, classes)
+    if torch_mends.VERSION < (2, 13):
+        assert torch_mends._cross_entropy_loss(scores, classes) == F.cross_entropy(scores, classes)
 
 
 @pytest.mark.parametrize("interpolation", ["linear", "lower", "higher", "midpoint", "nearest"])
 @pytest.mark.parametrize("name", ["quantile", "nanquantile"])
 def test_quantiles(name: str, interpolation: str) -> None:
-    own, torchs = getattr(torch_versions, f"_{name}"), getattr(torch, name)
+    own, torchs = getattr(torch_mends, f"_{name}"), getattr(torch, name)
     gaps = numbers(3, 6, 4)
     gaps[0, 1, 2] = gaps[2, :, 3] = torch.nan
     wanted = (0.3, 1.0, torch.tensor(0.7).double(), torch.tensor([0.0, 0.11, 0.5, 0.93]).double())
@@ -119,7 +119,7 @@ def test_nothing_is_left_in_place() -> None:
 
 
 def test_a_checkpoint_that_cannot_be_looked_through_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_versions, "VERSION", (2, 12))
+    monkeypatch.setattr(torch_mends, "VERSION", (2, 12))
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
     told = rf"torch {torch.__version__[:4]}.*_checkpoint_without_reentrant_generator"
     with pytest.raises(RuntimeError, match=told), no_recomputing():
