@@ -1,6 +1,6 @@
 """Tensors into the files of torch.distributed.checkpoint, without its pickled messages between ranks.
 
-Each rank writes one file, ``__RANK_0.distcp``, with torch's own FileSystemWriter; rank 0 writes the index for all.
+Each rank writes one file, ``__RANK_0.distcp``, as torch's own FileSystemWriter does; rank 0 writes the index for all.
 torch.distributed.checkpoint reads such a folder as one of its own. A tensor is written once; further names of it are
 further entries of the index, for the same bytes.
 """
@@ -11,11 +11,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rannd.runtime.storage.atomic_folder import METADATA
@@ -67,35 +65,62 @@ def write_shard(
     """
     if not values:
         return [], {}
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, thread_count=1)
-    writer.set_up_storage_writer(False)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(values), None, False)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans = [*(SavePlan([]) for _ in range(rank)), plan]
-    written = writer.write_data(writer.prepare_global_plan(plans)[rank], planner).value()
-    entries = []
-    for result in written:
-        key, info = result.index.fqn, result.storage_data
-        value, part = values[key], parts.get(key)
-        name = key if part is None else part.name
+    path = folder / shard_name(rank)
+    with path.open("wb") as file:
+        entries = write_values(file, path.name, values, aliases, parts)
+        file.flush()
+        os.fsync(file.fileno())
+    return entries, {path.name: facts(path)}
+
+
+def shard_name(rank: int) -> str:
+    """Name of a rank's file, torch's."""
+    return f"__{rank}_0.distcp"
+
+
+def write_values(
+    file: BinaryIO,
+    name: str,
+    values: Mapping[str, Any],
+    aliases: Mapping[str, Sequence[str]],
+    parts: Mapping[str, PartOf] = MappingProxyType({}),
+) -> list[Entry]:
+    """Write values one after the other as torch's FileSystemWriter does, from the present place of a buffered file.
+
+    Tensors come last.
+
+    Args:
+        file: Where to.
+        name: What the index calls it.
+        values, aliases, parts: As of `write_shard`.
+
+    Returns:
+        What the index says of them, with offsets from the first one's beginning.
+    """
+    entries, begin = [], file.tell()
+    for key, value in sorted(values.items(), key=lambda item: isinstance(item[1], torch.Tensor)):
+        offset, part = file.tell(), parts.get(key)
         tensor = isinstance(value, torch.Tensor)
+        torch.save(_alone(value) if tensor else value, file)
         entries.append(
             Entry(
-                name,
-                list(aliases.get(name, ())),
+                key if part is None else part.name,
+                list(aliases.get(key, ())),
                 str(value.dtype).removeprefix("torch.") if tensor else "",
                 list(value.shape) if tensor else [],
-                info.relative_path,
-                info.offset,
-                info.length,
+                name,
+                offset - begin,
+                file.tell() - offset,
                 part,
             )
         )
-    files = {entry.file for entry in entries}
-    for name in files:
-        _sync(folder / name)
-    return entries, {name: facts(folder / name) for name in sorted(files)}
+    return entries
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU with a storage of its own: torch.save writes whole storages."""
+    value = tensor.detach().cpu()
+    return value.clone() if value.untyped_storage().nbytes() != value.numel() * value.itemsize else value
 
 
 def write_index(folder: Path, entries: Sequence[Entry], paths: Mapping[str, Sequence[Any]]) -> None:
