@@ -16,7 +16,7 @@ from rannd.runtime.checkpoint import loading, saving
 from rannd.runtime.checkpoint.async_save import PendingSave
 from rannd.runtime.checkpoint.content import MODEL
 from rannd.runtime.checkpoint.loading import Checkpoint
-from rannd.runtime.checkpoint.saving import Subject
+from rannd.runtime.checkpoint.outline import Subject
 from rannd.runtime.comm.world import World, current
 from rannd.runtime.module import RaNNCModule
 from rannd.runtime.optim.local_optimizer import WholeOptimizer

@@ -25,8 +25,8 @@ from rannd.runtime.checkpoint.content import (
     state_tensors,
 )
 from rannd.runtime.checkpoint.manifest import MANIFEST, Manifest
+from rannd.runtime.checkpoint.outline import Subject
 from rannd.runtime.checkpoint.rng_state import check_random_state, set_random_state
-from rannd.runtime.checkpoint.saving import Subject
 from rannd.runtime.checkpoint.script_state import SCRIPT, ScriptState, read_script
 from rannd.runtime.comm.gather_objects import agree_on_errors
 from rannd.runtime.comm.lockstep import Phase, meet

@@ -6,6 +6,7 @@ then exchange their hosts and devices here.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import time
@@ -77,6 +78,8 @@ class World:
     communicator_bytes: int | None = None
     """Bytes of the device that a communicator of two ranks takes, of those opened last; None: none was opened."""
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    groups_beside: dict[str, dist.ProcessGroup | None] = field(default_factory=dict)
+    """Those of threads that communicate while the script goes on, by what they do."""
     watch: FailureDetector = field(default_factory=FailureDetector)
     """Failure detector of this rank."""
     reads: LateReads = field(init=False)
@@ -227,6 +230,20 @@ class World:
             log.get("RaNNCProcess").log(
                 log.DETAIL, "Opened %d communicators in %.1f s, %s of this device", count, seconds, amount(taken)
             )
+
+    def beside(self, call: str) -> World:
+        """The same ranks with another group for messages, which a thread may use beside the script.
+
+        Collective when it is new; `call`: what the thread does.
+        """
+        if self.size == 1:
+            return self
+        if call not in self.groups_beside:
+            with self.watch.inside("group"):
+                self.groups_beside[call] = rendezvous.make_group(self.watch.connections, "gloo")
+        other = copy.copy(self)  # what was given to the device is counted once
+        other.control = self.groups_beside[call]
+        return other
 
     def group_of(self, slots: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Process group of the ranks of some slots, for reductions; None for a single slot.
