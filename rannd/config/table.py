@@ -365,7 +365,7 @@ class Config:
         group=_LAUNCH,
         plan_affecting=False,
     )
-    # --- ELASTIC: the last two are read by pyrannc.elastic, the others are flags of rannc-run
+    # --- ELASTIC: the last three are read by pyrannc.elastic, the others are flags of rannc-run
     elastic: bool = item(
         False,
         "Start the ranks again when the host file changes or a rank fails (--elastic, docs/elastic.md).",
@@ -403,6 +403,14 @@ class Config:
     )
     checkpoint_every: int = item(
         100, "Number of steps between checkpoints of pyrannc.elastic.", group=_ELASTIC, plan_affecting=False, least=1
+    )
+    snapshots: str = item(
+        "auto",
+        "Which steps the ranks keep in memory, for the time after a failure; neighbour: each one; auto: as many as "
+        "take at most 3 % of the time.",
+        group=_ELASTIC,
+        plan_affecting=False,
+        choices=("auto", "neighbour", "off"),
     )
     checkpoints_kept: int = item(
         2,

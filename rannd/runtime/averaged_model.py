@@ -65,7 +65,8 @@ class AveragedModel:
         """Number of updates."""
         self._values: dict[str, Tensor] | None = None
         """Averages of what this rank holds, by the first names of the tensors; None until there is one."""
-        self._swapped = False
+        self.swapped = False
+        """Whether the model has the averages as its values now."""
         session.followers.append(weakref.ref(self))
 
     # -- averages ---------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ class AveragedModel:
         """
         if model is not None and model is not self._model and model is not self._model.module:
             raise UsageError("update_parameters was given another model than the one that it averages")
-        if self._swapped:
+        if self.swapped:
             raise StepError(
                 "update_parameters inside average_parameters, where the model has the averages; leave it first"
             )
@@ -133,17 +134,17 @@ class AveragedModel:
     @contextlib.contextmanager
     def average_parameters(self) -> Iterator[None]:
         """Inside, the model has the averages as its values, to be evaluated; on all ranks. Not collective itself."""
-        if self._swapped:
+        if self.swapped:
             raise StepError("average_parameters inside average_parameters: the model has the averages already")
         if self._values is None:  # no update yet: the averages are the model's values
             yield
             return
         names = self._swap(None)
-        self._swapped = True
+        self.swapped = True
         try:
             yield
         finally:
-            self._swapped = False
+            self.swapped = False
             self._swap(names)
 
     @torch.no_grad()
@@ -181,7 +182,7 @@ class AveragedModel:
 
     def undeploying(self, parameters: Parameters) -> None:
         """Called before the model is undeployed: gather the averages on all ranks. Collective."""
-        if self._swapped:
+        if self.swapped:
             raise StepError("undeploy inside average_parameters: the model has the averages now; leave it first")
         self._agree()
         if self._values is not None:
@@ -249,7 +250,12 @@ class AveragedModel:
         self.put(values, int(state[COUNT]))
 
     def held(self) -> dict[str, Tensor]:
-        """Averages of what this rank holds, by first names; empty before the first update. For checkpoints."""
+        """Averages of what this rank holds, by first names; empty before the first update. For checkpoints.
+
+        StepError inside `average_parameters`, where these are the model's own values.
+        """
+        if self.swapped:
+            raise StepError("a checkpoint inside average_parameters, where the model has the averages; leave it first")
         return {} if self._values is None else self._kept(self.own())
 
     def put(self, values: dict[str, Tensor], count: int) -> None:

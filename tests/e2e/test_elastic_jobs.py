@@ -84,11 +84,25 @@ def test_ranks_come_and_go_with_the_lines_of_the_host_file(training: Training, k
 
 def test_a_rank_that_dies_costs_the_steps_since_the_last_checkpoint(training: Training) -> None:
     training.at(13, "if rank == 1: os.kill(os.getpid(), 9)")
-    output = training.run("-np", "2")
+    output = training.run("-np", "2", RANNC_SNAPSHOTS="off")
     training.check()
     assert "killed by SIGKILL" in output
     assert "starting again (failure 1 of at most 100)" in output
     assert [step for step, made in training.losses().items() if len(made) > 1] == [11, 12, 13]
+
+
+@pytest.mark.parametrize("who", ["rank == 1", "True"])
+def test_what_ranks_keep_in_memory_outlives_them(training: Training, who: str) -> None:
+    """One is killed, or all at once: no step is lost, also before there is any checkpoint."""
+    training.kind = "adam"
+    training.at(3, f"if {who}: os.kill(os.getpid(), 9)")
+    training.at(13, f"if {who}: os.kill(os.getpid(), 9)")
+    output = training.run("-np", "3", RANNC_PARTITION_NUM="3", RANNC_SNAPSHOTS="neighbour")
+    training.check()
+    assert "saving step 3, which the ranks have kept in memory" in output
+    assert "Going on after step 13" in output
+    assert [step for step, made in training.losses().items() if len(made) > 1] == []
+    assert not list((training.folder / "checkpoints").glob("*rescued*"))
 
 
 def test_a_rank_that_dies_while_it_saves(training: Training) -> None:

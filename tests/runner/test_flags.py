@@ -30,7 +30,7 @@ VALUES = {
     "max_restarts": (["--max-restarts", "3"], "3", "0", "5"),
     "leave_timeout": (["--leave-timeout", "60"], "60.0", "2.5", "7"),
 }
-OF_RANKS = {"checkpoint_every", "checkpoints_kept"}
+OF_RANKS = {"checkpoint_every", "snapshots", "checkpoints_kept"}
 """Items of these groups that are read by ranks."""
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rannd.ranks import rank_notes
 from rannd.runner.elastic.host_file import LOOK_S, HostFile
 from rannd.runner.elastic.members import Members, loses_this_machine, words
+from rannd.runner.elastic.rescue_plan import plan_rescue
 from rannd.runner.elastic.restarts import Restarts
 from rannd.runner.resources.host_list import Host
+from rannd.runner.watch.errand import HeldPart, RescueOrder
 
 _NEVER_S = 3600.0
 STAYS = (
@@ -43,6 +45,7 @@ class HostErrand:
         say: Callable[[str], None],
     ) -> None:
         self.leave_s = grace
+        self.rescue_s = leave_timeout
         self._file, self._members, self._here = file, members, list(here)
         self._leave_timeout, self._restarts, self._say = leave_timeout, restarts, say
         self._look_at = time.monotonic()
@@ -92,7 +95,7 @@ class HostErrand:
             if name == rank_notes.BEGAN:
                 self.speaks = True
                 self._restarts.begin(value)
-                self.saved = max(self.saved, value or -1)
+                self.saved = value or -1  # also of a second training in the same process
             elif name == rank_notes.STEP:
                 self._restarts.note_step(value)
             elif name == rank_notes.SAVED:
@@ -102,3 +105,20 @@ class HostErrand:
                 self.left, self.left_after = True, value
             elif name == rank_notes.MOST and value:
                 self._members.possible = value
+
+    def plan_rescue(self, held: Mapping[int, Sequence[HeldPart]], *, failed: bool) -> RescueOrder | None:
+        """See `rannd.runner.watch.errand`: after failures, and if ranks have left without saving their last step."""
+        if not failed and not self.left:
+            return None
+        order = plan_rescue(held, self.saved)
+        if order is not None:
+            self._say(f"saving step {order.step}, which the ranks have kept in memory")
+        return order
+
+    def end_rescue(self, order: RescueOrder, error: str) -> None:
+        """See `rannd.runner.watch.errand`."""
+        if error:
+            before = f"step {self.saved}" if self.saved >= 0 else "none"
+            self._say(f"step {order.step} cannot be saved to {order.folder}: {error}; the last checkpoint: {before}")
+        else:
+            self._restarts.note_step(order.step)

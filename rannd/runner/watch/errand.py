@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """A rank's part of a step, in the memory of some watcher; fields as of rannd.ranks.memory_files."""
+
+    number: int
+    step: int
+    rank: int
+    size: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class RescueOrder:
+    """Which watchers write which parts of a step that ranks have kept in memory."""
+
+    number: int
+    """Of the step among those that were kept."""
+    step: int
+    folder: str
+    """Where to write them."""
+    parts: Mapping[int, Sequence[int]]
+    """For each watcher, by its rank, the ranks whose parts it writes."""
 
 
 class Errand(Protocol):
@@ -11,6 +36,8 @@ class Errand(Protocol):
 
     leave_s: float
     """Seconds that ranks get to save and end by themselves, if rannc-run gets SIGTERM."""
+    rescue_s: float
+    """Seconds that watchers get to write what ranks have left in memory."""
 
     def due(self) -> float:
         """Return when it wants to run next, as of time.monotonic()."""
@@ -20,3 +47,14 @@ class Errand(Protocol):
 
     def take_note(self, note: dict[str, Any]) -> None:
         """Take what a rank says of its training (rank_notes.py); a script can say anything there."""
+
+    def plan_rescue(self, held: Mapping[int, Sequence[HeldPart]], *, failed: bool) -> RescueOrder | None:
+        """Return what is to be written of that which the ranks have left in memory; None: nothing.
+
+        Args:
+            held: What each watcher that is left has, by its rank.
+            failed: Whether ranks have failed.
+        """
+
+    def end_rescue(self, order: RescueOrder, error: str) -> None:
+        """All is written, or ('' if not) `error` says why it is not."""

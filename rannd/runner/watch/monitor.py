@@ -17,10 +17,11 @@ from collections.abc import Callable, Collection
 
 from rannd.ranks.lost_host import LOOK_S, LOST_S, is_lost
 from rannd.runner.watch import processes, wire
-from rannd.runner.watch.errand import Errand
+from rannd.runner.watch.errand import Errand, HeldPart
 from rannd.runner.watch.job_result import JobResult, RankEnd
 from rannd.runner.watch.line_channel import Listener, prepare
 from rannd.runner.watch.output import LineTagger, OutputQueue
+from rannd.runner.watch.snapshot_rescue import Rescue
 
 #: Maximum bytes of output to buffer for a slow reader before the ranks block.
 _BACKLOG = 1 << 20
@@ -61,6 +62,7 @@ class _Link:
         self.end: RankEnd | None = None
         self.done = False
         self.lost = False  # its host does not answer
+        self.held: list[HeldPart] = []  # what its rank has left in memory
         self.streams: dict[bytes, tuple[int, LineTagger]] = {}
 
     def send(self, frame: bytes) -> None:
@@ -119,6 +121,7 @@ class Monitor:
         self._launcher_gone = False
         self._hello_by: float | None = None  # deadline for connections that are not admitted yet
         self._dismissed = False  # every watcher was sent QUIT
+        self._rescue: Rescue | None = None  # watchers write what ranks have left in memory
         self._lost: set[str] = set()  # hosts that do not answer
         # On one machine the kernel reports the end of a process at once.
         self._look_at = None if listener.address[0] == "unix" else time.monotonic() + LOOK_S
@@ -180,6 +183,8 @@ class Monitor:
         due = [moment for moment in moments if moment is not None]
         if self._errand is not None and not self._stopping:
             due.append(self._errand.due())
+        if self._rescue is not None and not self._rescue.over:
+            due.append(self._rescue.by)
         pauses = [max(0.0, moment - time.monotonic()) for moment in due]
         if (pause := self._reception.due()) is not None:
             pauses.append(pause)
@@ -200,6 +205,9 @@ class Monitor:
             self._errand.run(self._leave)
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
             self._stop(signal.SIGTERM)
+        if self._rescue is not None and not self._rescue.over and time.monotonic() >= self._rescue.by:
+            self._rescue.give_up("it takes too long (--leave-timeout)")
+            self._dismiss_if_over()
         self._look_after_launcher()
         self._look_for_starts()
         if self._hello_by is not None and time.monotonic() >= self._hello_by:
@@ -237,6 +245,9 @@ class Monitor:
 
     def _end_job(self, signum: int) -> None:
         """End the job on a signal from outside; on the second one with SIGKILL."""
+        if self._rescue is not None and not self._rescue.over:
+            self._hurry_rescue(signum)
+            return
         if self._result.signal == 0 and not self._stopping:
             self._result.signal = signum
             ranks = "1 rank" if self._size == 1 else f"{self._size} ranks"
@@ -255,6 +266,19 @@ class Monitor:
             self._say(f"{signal.Signals(signum).name} again: SIGKILL for every rank now")
             self._tell_all(wire.encode(wire.KILL))
             self._kill_launcher_at = time.monotonic() + 1.0
+
+    def _hurry_rescue(self, signum: int) -> None:
+        """End a job whose ranks have ended, and in which what they have kept is being written."""
+        assert self._rescue is not None
+        assert self._errand is not None
+        name, first = signal.Signals(signum).name, self._result.signal == 0
+        self._result.signal = self._result.signal or signum
+        if first and signum in (signal.SIGTERM, signal.SIGUSR1):
+            self._say(f"{name}: saving may take {self._errand.leave_s:g} s more")
+            self._rescue.hurry(self._errand.leave_s)
+        elif signum != signal.SIGUSR1:
+            self._rescue.give_up(f"{name} has ended it")
+            self._dismiss_if_over()
 
     def _leave(self, seconds: float) -> None:
         """Ask every rank to save and to end by itself within `seconds`."""
@@ -330,8 +354,13 @@ class Monitor:
         elif kind == wire.NOTE and self._errand is not None:
             self._errand.take_note(wire.decode_json(payload))
         elif kind == wire.DONE:
+            link.held = [HeldPart(**each) for each in wire.decode_json(payload)["held"]]
             self._flush(link)
             link.done = True
+            self._dismiss_if_over()
+        elif kind == wire.WROTE and self._rescue is not None:
+            error = str(wire.decode_json(payload)["error"])
+            self._rescue.take(link.rank, error and f"{link.host}: {error}")
             self._dismiss_if_over()
 
     def _meet(self, link: _Link, kind: bytes, payload: bytes) -> None:
@@ -387,12 +416,34 @@ class Monitor:
             if self._stopping and self._kill_launcher_at is not None:
                 self._kill_launcher_at = min(self._kill_launcher_at, time.monotonic() + _NOBODY_EXIT)
             return  # more ranks are to start
+        if self._dismissed or self._begin_rescue():
+            return
         for link in self._joined.values():
             link.send(wire.encode(wire.QUIT))
         # A launcher would wait for the processes of a lost host for ever.
         self._dismissed = True
         self._stop_at = None  # nobody is left to be ended
         self._kill_launcher_at = time.monotonic() + (_LOST_EXIT if self._lost else _LAUNCHER_EXIT)
+
+    def _begin_rescue(self) -> bool:
+        """Let the watchers write what ranks have left in memory, if that is worth it; whether they do."""
+        if self._errand is None:
+            return False
+        if self._rescue is None and not self._result.signal:
+            failed = any(end.status != 0 or end.lost for end in self._result.ends)
+            there = {link.rank: link.held for link in self._links.values() if link.held}
+            order = self._errand.plan_rescue(there, failed=failed)
+            if order is not None:
+                self._rescue = Rescue(order, self._errand.rescue_s)
+                self._stop_at = self._kill_launcher_at = None  # it ends with the watchers; srun would take them along
+                for rank, parts in order.parts.items():
+                    fields = {"number": order.number, "ranks": list(parts), "folder": order.folder}
+                    self._joined[rank].send(wire.encode_json(wire.RESCUE, **fields))
+        if self._rescue is None:
+            return False
+        if self._rescue.over:
+            self._errand.end_rescue(self._rescue.order, self._rescue.error)
+        return not self._rescue.over
 
     def _part(self, link: _Link, *, lost: bool = False) -> None:
         """Handle a closed socket to a watcher; `lost`: its host does not answer."""
@@ -401,6 +452,9 @@ class Monitor:
         if link.rank < 0 and not self._stopping:
             self._say("lost the process that watches a rank before it had told which rank: ending the job")
             self._stop(signal.SIGTERM)
+        if self._rescue is not None and not self._rescue.over:
+            self._rescue.take(link.rank, f"{link.host}: {NO_ANSWER if lost else 'its watcher was killed'}")
+            self._dismiss_if_over()
         if link.rank < 0 or link.done:
             return
         # The watcher itself was killed. The kernel has killed the rank with it; what the rank forked is killed here.

@@ -92,7 +92,7 @@ class Guard:
         if self._pid == 0:
             try:
                 os.setsid()
-                _close_all_but(ends)
+                close_all_but(ends)
                 _wait_and_end(ends, leader, grace)
                 if folder:
                     remove_folder(folder)
@@ -108,7 +108,7 @@ class Guard:
             self._pid = 0
 
 
-def _close_all_but(kept: list[int]) -> None:
+def close_all_but(kept: list[int]) -> None:
     """Close inherited descriptors: a pipe held by the guard would never reach its end."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:

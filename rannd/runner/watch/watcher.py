@@ -38,11 +38,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from rannd.ranks import rank_notes
+from rannd.ranks import memory_files, rank_notes
 from rannd.ranks.host_name import host_name
 from rannd.ranks.lost_host import LOOK_S, is_lost
 from rannd.ranks.rank_variables import MPI_RANKS, torch_variables
-from rannd.runner.watch import processes, wire
+from rannd.runner.watch import kept_memory, processes, wire
 from rannd.runner.watch.line_channel import connect
 
 #: Variable with the watcher's settings, removed from the environment before the rank starts.
@@ -86,7 +86,7 @@ class Watcher:
         rank: Number of the rank.
         grace: Seconds between asking the rank to end and SIGKILL.
         log_dir: Directory for the rank's ``stdout``, ``stderr`` and ``error.json``, or None.
-        notes: Whether the rank may tell how far it is (rank_notes.py).
+        notes: Whether the rank may tell how far it is (rank_notes.py), and keep steps in memory (memory_files.py).
     """
 
     def __init__(
@@ -113,6 +113,9 @@ class Watcher:
         self._look_at = None if monitor.family == socket.AF_UNIX else time.monotonic() + LOOK_S
         self._done = False
         self._quit = False
+        self._memory: list[int] = []
+        self._writer = 0  # pid of the process that writes what is in memory
+        self._no_memory = self._make_memory() if notes else ""
         self._logs: dict[bytes, int] = {}
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
@@ -128,13 +131,13 @@ class Watcher:
             if signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, lambda *_: None)
         processes.adopt_orphans()
-        self._pid, *pipes = self._start(command, notes=notes)
+        self._pid, *pipes = self._start(command, self._memory, notes=notes)
         self._pipes = dict(zip(pipes, (wire.STDOUT, wire.STDERR, wire.NOTE), strict=False))
         self._note = bytearray()  # the start of a line
         monitor.setblocking(False)
 
     @staticmethod
-    def _start(command: list[str], *, notes: bool) -> list[int]:
+    def _start(command: list[str], memory: list[int], *, notes: bool) -> list[int]:
         """Fork and execute the rank; return its pid and the read ends of its output, and of its notes."""
         pipes = [os.pipe() for _ in range(3 if notes else 2)]
         watcher = os.getpid()
@@ -156,6 +159,8 @@ class Watcher:
                     os.dup2(fd, target, inheritable=True)
                 if notes:
                     rank_notes.give(pipes[2][1])
+                if memory:
+                    memory_files.give(memory)
                 os.execvp(command[0], command)
             except OSError as error:
                 os.write(2, f"rannc-run: cannot execute {command[0]!r}: {error}\n".encode())
@@ -171,6 +176,9 @@ class Watcher:
         """Send HELLO, then work until the monitor sends QUIT, or is gone and the rank has ended."""
         host = host_name().split(".")[0]
         self._send(wire.encode_json(wire.HELLO, rank=self._rank, host=host, pid=self._pid))
+        if self._no_memory:
+            message = f"rannc-run: this rank's steps cannot be kept in memory: {self._no_memory}\n"
+            self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
         while not self._quit:
             self._turn()
             if self._done and self._monitor is None:
@@ -220,6 +228,8 @@ class Watcher:
                 return
             if pid == 0:
                 return
+            if pid == self._writer:
+                self._tell_written(os.waitstatus_to_exitcode(status))
             if pid == self._pid:
                 self._status = os.waitstatus_to_exitcode(status)
                 self._report()
@@ -279,7 +289,7 @@ class Watcher:
         self._logs.clear()
         self._deadline = None
         self._done = True
-        self._send(wire.encode(wire.DONE))
+        self._send(wire.encode_json(wire.DONE, held=kept_memory.held(self._memory)))
 
     def _stop(self, signum: int) -> None:
         """Ask the rank to end, and set the time of its SIGKILL unless it is set already."""
@@ -313,6 +323,28 @@ class Watcher:
         processes.kill_session(self._pid)
         # Checked again until all are gone: SIGKILL takes effect with a delay.
         self._deadline = time.monotonic() + 0.05
+
+    # --- the rank's memory ----------------------------------------------------------------------
+
+    def _make_memory(self) -> str:
+        """Make files in memory for the rank; return why there are none, or ''."""
+        try:
+            self._memory = memory_files.make()
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _rescue(self, order: dict[str, Any]) -> None:
+        """Write what the rank has left in memory, in a process of its own."""
+        try:
+            self._writer = kept_memory.begin_writing(self._memory, order["number"], order["ranks"], order["folder"])
+        except OSError as error:
+            self._send(wire.encode_json(wire.WROTE, error=str(error)))
+
+    def _tell_written(self, code: int) -> None:
+        self._writer = 0
+        error = "" if code == 0 else os.strerror(code) if 0 < code < 255 else f"its process ended with {code}"
+        self._send(wire.encode_json(wire.WROTE, error=error))
 
     # --- output ---------------------------------------------------------------------------------
 
@@ -395,6 +427,8 @@ class Watcher:
                 self._stop(wire.decode_json(payload)["signal"])
             elif kind == wire.KILL:
                 self._kill()
+            elif kind == wire.RESCUE:
+                self._rescue(wire.decode_json(payload))
             elif kind == wire.QUIT:
                 self._quit = True
 

@@ -12,10 +12,13 @@ kind        direction           payload
 ``STDERR``  watcher -> monitor  bytes the rank wrote to its standard error
 ``NOTE``    watcher -> monitor  a JSON object that the rank wrote to its notes (rannd/ranks/rank_notes.py)
 ``EXIT``    watcher -> monitor  ``{"status", "time", "tail", "ordered", "leftovers"}``
-``DONE``    watcher -> monitor  empty: no process of the rank is left, all output was sent
+``DONE``    watcher -> monitor  ``{"held"}``: no process of the rank is left, all output was sent, and which parts of
+                                steps are in memory (kept_memory.py)
+``WROTE``   watcher -> monitor  ``{"error"}``: the answer to RESCUE, '' if all is written
 ``SIGNAL``  monitor -> watcher  ``{"signal"}``: forward it to the rank
 ``STOP``    monitor -> watcher  ``{"signal"}``: forward it, SIGKILL after the grace period
 ``KILL``    monitor -> watcher  empty: SIGKILL now
+``RESCUE``  monitor -> watcher  ``{"number", "ranks", "folder"}``: write the parts of these ranks of a kept step
 ``QUIT``    monitor -> watcher  empty: the job is over, exit
 ==========  ==================  ========================================================
 """
@@ -37,7 +40,9 @@ SIGNAL = b"S"
 STOP = b"T"
 KILL = b"K"
 QUIT = b"Q"
-KINDS = frozenset((HELLO, STDOUT, STDERR, NOTE, EXIT, DONE, SIGNAL, STOP, KILL, QUIT))
+RESCUE = b"R"
+WROTE = b"W"
+KINDS = frozenset((HELLO, STDOUT, STDERR, NOTE, EXIT, DONE, SIGNAL, STOP, KILL, QUIT, RESCUE, WROTE))
 
 #: Maximum payload in bytes.
 MAX_PAYLOAD = 1 << 20

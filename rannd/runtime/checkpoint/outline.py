@@ -76,6 +76,7 @@ def outline(world: World, subject: Subject, content: Content, prefix: str, step:
     if subject.averaged is not None:
         said["averaged"] = subject.averaged.n_averaged
     if world.rank == 0:
+        said["extra"] = extra
         for name in ("scheduler", "scaler"):
             each = getattr(subject, name)
             if each is not None:
@@ -84,12 +85,12 @@ def outline(world: World, subject: Subject, content: Content, prefix: str, step:
     return seal(said, "the state of the script")
 
 
-def script_of(told: list[dict[str, Any]], step: int | None, extra: Any) -> bytes:
+def script_of(told: list[dict[str, Any]], step: int | None) -> bytes:
     """Return the content of the file of the script's state; `told`: what the ranks' outlines say."""
     first = told[0]
     script: dict[str, Any] = {
         "step": step,
-        "extra": extra,
+        "extra": first["extra"],
         "rng": [each["rng"] for each in told],
         "position": first["position"],
         "scheduler": first.get("scheduler"),

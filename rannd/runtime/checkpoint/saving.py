@@ -50,7 +50,7 @@ def save(
     outlines = world.gather_bytes(told_here)
     with _agreed(world, UsageError):
         if world.rank == 0:
-            script = script_of([unseal(each) for each in outlines], step, extra)
+            script = script_of([unseal(each) for each in outlines], step)
     other = world
     if asynchronous:  # while all ranks can agree on an error, and before there is a draft that would be left
         with _agreed(world, CheckpointError):
@@ -61,7 +61,7 @@ def save(
 
     def write(among: World) -> None:
         _write(among, draft, folder, content, script, told)
-        if step is not None and step >= 0:
+        if step is not None and step >= 0 and world.rank == 0:
             rank_notes.tell(**{rank_notes.SAVED: step})
 
     if not asynchronous:

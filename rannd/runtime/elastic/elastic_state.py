@@ -18,15 +18,18 @@ from rannd import log
 from rannd.errors import CheckpointError, UsageError
 from rannd.ranks import rank_notes
 from rannd.runtime.averaged_model import AveragedModel
+from rannd.runtime.checkpoint import rescue
 from rannd.runtime.checkpoint.async_save import PendingSave
 from rannd.runtime.checkpoint.checkpoint_api import load_checkpoint, subject_of
 from rannd.runtime.checkpoint.content import MODEL
+from rannd.runtime.checkpoint.outline import Subject
 from rannd.runtime.checkpoint.saving import save
 from rannd.runtime.comm.gather_objects import agree_on_errors
 from rannd.runtime.comm.lockstep import Phase, agree
 from rannd.runtime.elastic.checkpoint_folders import folder_of, prune, saved_steps
 from rannd.runtime.elastic.elastic_sampler import ElasticSampler
 from rannd.runtime.elastic.leave_request import LeaveRequest
+from rannd.runtime.elastic.snapshots import Snapshots
 from rannd.runtime.module import RaNNCModule
 
 _TELL_S = 1.0
@@ -39,6 +42,16 @@ _present: ElasticState | None = None
 """The training of this process: the ranks save and end with one alone."""
 
 
+class Settings(msgspec.Struct, frozen=True):
+    """Configuration items that all ranks have to have alike."""
+
+    every: int
+    """Steps between checkpoints."""
+    kept: int
+    """Number of checkpoints."""
+    snapshots: str
+
+
 class ElasticState:
     """What `pyrannc.elastic` returns."""
 
@@ -49,8 +62,7 @@ class ElasticState:
         parts: dict[str, Any],
         sampler: ElasticSampler | None,
         directory: Path,
-        every: int,
-        kept: int,
+        settings: Settings,
     ) -> None:
         self.step = 0
         """Number of optimizer steps that are done."""
@@ -59,8 +71,11 @@ class ElasticState:
         self.extra: dict[str, Any] = {}
         """The script's own plain data, which is saved and restored with the rest; rank 0's."""
         self._model, self._optimizer, self._parts, self._sampler = model, optimizer, parts, sampler
-        self._directory, self._every, self._kept = directory, every, kept
+        self._directory = directory
         self._world = model._session.world
+        told = self._world.broadcast_bytes(msgspec.msgpack.encode(settings))
+        settings = msgspec.msgpack.decode(told, type=Settings)  # hosts can have other files
+        self._every, self._kept = settings.every, settings.kept
         self._saved = 0
         """Step of the newest checkpoint that is whole or on its way, or that failed."""
         self._whole = -1
@@ -72,24 +87,27 @@ class ElasticState:
         """Step at the last time between steps."""
         self._told_at = -_TELL_S
         self._restore()
+        self._snapshots = Snapshots(self._world, settings.snapshots, directory)
         self._leave = LeaveRequest()
         inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
         inner = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         self._hook = inner.register_step_post_hook(self._count)
-        most: dict[str, int] = {}
+        told_of: dict[str, int] = {rank_notes.BEGAN: self.step}
         if sampler is None:
             model._session.between_steps = self._between
         else:
             sampler.between = self._between
             sampler.calls = lambda: model._session.random_position[1]
-            most = {rank_notes.MOST: sampler.most_ranks}
-        rank_notes.tell(**{rank_notes.BEGAN: self.step}, **most)
+            told_of[rank_notes.MOST] = sampler.most_ranks
+        if self._world.rank == 0:  # one rank alone: notes of several have no order
+            rank_notes.tell(**told_of)
 
     def close(self) -> None:
         """Neither save nor leave any more, so that another training of this process may."""
         global _present
         if _present is self:
             _present = None
+        self._snapshots.close()
         self._leave.close()
         self._hook.remove()
         self._model._session.between_steps = None
@@ -125,13 +143,16 @@ class ElasticState:
             raise error
 
     def _between(self) -> None:
-        if self.step == self._seen:
+        averaged = self._parts["averaged"]
+        if self.step == self._seen or (averaged is not None and averaged.swapped):
             return
         self._seen = self.step
-        told = agree(self._world, Phase.ELASTIC, self.step, int(self._leave.asked), self._state_of_save())
-        self._settle([state for _, state in told])
-        if any(asked for asked, _ in told):
+        mine = (int(self._leave.asked), self._state_of_save(), self._snapshots.ready())
+        told = agree(self._world, Phase.ELASTIC, self.step, *mine)
+        self._settle([state for _, state, _ in told])
+        if any(asked for asked, _, _ in told):
             self._end()
+        self._snapshots.go_on([ready for _, _, ready in told], self.step, self._what)
         if self.step - self._saved >= self._every and self._pending is None:
             self._warn(self._save(asynchronous=True))
         if time.monotonic() - self._told_at >= _TELL_S:
@@ -177,20 +198,31 @@ class ElasticState:
     def _save(self, *, asynchronous: bool) -> CheckpointError | None:
         """Save; return the error, which all ranks have."""
         self._saved = self._pending_step = self.step
-        state = {"step": self.step, "extra": dict(self.extra)}
-        if self._sampler is not None:
-            state["sampler"] = self._sampler.state_dict()
         try:
-            world, subject = subject_of(self._model, self._optimizer, **self._parts)
-            folder, extra = folder_of(self._directory, self.step), {_KEY: state}
+            subject, extra = self._what()
             self._pending = save(
-                world, folder, subject, prefix=MODEL, step=self.step, extra=extra, asynchronous=asynchronous, asks=True
+                self._world,
+                folder_of(self._directory, self.step),
+                subject,
+                prefix=MODEL,
+                step=self.step,
+                extra=extra,
+                asynchronous=asynchronous,
+                asks=True,
             )
         except CheckpointError as error:
             return error
         if not asynchronous:
             self._finish(self.step)
         return None
+
+    def _what(self) -> tuple[Subject, dict[str, Any]]:
+        """What belongs into a checkpoint of this step."""
+        state = {"step": self.step, "extra": dict(self.extra)}
+        if self._sampler is not None:
+            state["sampler"] = self._sampler.state_dict()
+        _, subject = subject_of(self._model, self._optimizer, **self._parts)
+        return subject, {_KEY: state}
 
     def _end(self) -> None:
         """Save what is not saved, and end this process."""
@@ -214,6 +246,7 @@ class ElasticState:
         if self._world.rank == 0:
             try:
                 steps = saved_steps(self._directory)
+                self._rescue(steps)
             except OSError as exc:
                 error = f"{self._directory} cannot be read: {exc}; name a directory that all ranks can use"
         agree_on_errors(self._world, error, CheckpointError)
@@ -222,6 +255,8 @@ class ElasticState:
         for step in steps:
             try:
                 self._load(step)
+                if self._world.rank == 0:
+                    rescue.forget(self._directory)
                 return
             except CheckpointError as exc:  # on all ranks
                 wrong = exc
@@ -232,6 +267,19 @@ class ElasticState:
                 f"none of the checkpoints in {self._directory} can be loaded; the last error: {wrong}. Remove them, or "
                 "name another directory, to begin anew"
             )
+
+    def _rescue(self, steps: list[int]) -> None:
+        """Make a checkpoint of what was left of a later step after a failure, and put it in front of `steps`."""
+        for step, folder in rescue.rescued(self._directory):
+            if steps and step <= steps[0]:
+                return
+            try:
+                rescue.make_checkpoint(folder, folder_of(self._directory, step))
+            except CheckpointError as exc:
+                log.get("RaNNCModule").warning("Step %d, kept in memory, is left out: %s", step, exc)
+            else:
+                steps.insert(0, step)
+                return
 
     def _load(self, step: int) -> None:
         found = load_checkpoint(folder_of(self._directory, step), self._model, self._optimizer, **self._parts)
@@ -298,16 +346,10 @@ def elastic(
             "pyrannc.elastic was called before, and a job saves and ends with one training; close() that state first"
         )
     config = configuration.load()
+    settings = Settings(every or config.checkpoint_every, config.checkpoints_kept, config.snapshots)
     parts = {"scheduler": scheduler, "scaler": scaler, "averaged": averaged}
-    _present = ElasticState(
-        model,
-        optimizer,
-        parts,
-        sampler,
-        Path(directory).expanduser().absolute(),
-        every or config.checkpoint_every,
-        config.checkpoints_kept,
-    )
+    place = Path(directory).expanduser().absolute()
+    _present = ElasticState(model, optimizer, parts, sampler, place, settings)
     return _present
 
 

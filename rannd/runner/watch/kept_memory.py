@@ -1,0 +1,90 @@
+"""What the watcher does with the memory of its rank (rannd/ranks/memory_files.py) once the rank has ended.
+
+Standard library only, see watcher.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from rannd.ranks import memory_files
+from rannd.runner.watch import processes
+
+_CHUNK = 4 << 20
+FACTS = "part-{}.json"
+"""Name of the file that is written last for a rank's part: size and checksum of the others, by their names."""
+
+
+def held(files: Sequence[int]) -> list[dict[str, Any]]:
+    """Describe what is in the files: each record's fields that a plan to rescue a step needs."""
+    return [
+        {"number": each.number, "step": each.step, "rank": each.rank, "size": each.size, "folder": each.folder}
+        for file in files
+        for _, each in memory_files.records(file)
+    ]
+
+
+def begin_writing(files: Sequence[int], number: int, ranks: Sequence[int], folder: str) -> int:
+    """Write the parts of `ranks` of a kept step into the folder, in a process of its own; return its pid.
+
+    It ends with 0, or with the errno of what has failed (255: something else).
+    """
+    watcher = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 255
+    try:
+        processes.die_with_parent(watcher, signal.SIGKILL)
+        processes.close_all_but(list(files))  # a disk that hangs must not keep the monitor's socket open
+        for rank in ranks:
+            write(files, number, rank, folder)
+        code = 0
+    except OSError as error:
+        code = min(error.errno or 255, 255)
+    finally:
+        os._exit(code)
+
+
+def write(files: Sequence[int], number: int, rank: int, folder: str) -> None:
+    """Write one rank's part of a kept step. OSError if it cannot be written, LookupError if it is not there.
+
+    It is not synced to the disk: a power failure here ends the job, and the next one compares checksums.
+    """
+    file, place, record = next(
+        (file, place, each)
+        for file in files
+        for place, each in memory_files.records(file)
+        if each.number == number and each.rank == rank
+    )
+    os.makedirs(folder, exist_ok=True)
+    facts = {}
+    for name, length in zip(record.names, record.lengths, strict=True):
+        facts[name] = {"bytes": length, "crc32": _copy(file, place, length, os.path.join(folder, name))}
+        place += length
+    path = os.path.join(folder, FACTS.format(rank))
+    with open(path + ".part", "w", encoding="utf-8") as said:
+        json.dump(facts, said)
+    os.replace(path + ".part", path)
+
+
+def _copy(file: int, place: int, length: int, path: str) -> int:
+    """Copy bytes of a file to another one, which is made; return their checksum."""
+    checksum, end = 0, place + length
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        while place < end:
+            data = os.pread(file, min(_CHUNK, end - place), place)
+            checksum = zlib.crc32(data, checksum)
+            place += len(data)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(target, rest) :]
+    finally:
+        os.close(target)
+    return checksum

@@ -1,0 +1,64 @@
+"""This rank's part of a step, written to a file in memory in the format of a checkpoint's files."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from rannd.errors import CheckpointError
+from rannd.ranks import memory_files
+from rannd.ranks.memory_files import FIRST, Record
+from rannd.runtime.checkpoint.assembling import Written
+from rannd.runtime.checkpoint.content import MODEL, Content
+from rannd.runtime.checkpoint.outline import Subject, outline
+from rannd.runtime.checkpoint.rescue import PART, Part, encode_part
+from rannd.runtime.comm.world import World
+from rannd.runtime.storage.dcp_files import shard_name, write_values
+
+_BUFFER = 1 << 20
+
+
+def part_of(world: World, subject: Subject, step: int, extra: dict[str, Any]) -> tuple[Content, bytes]:
+    """What this rank would write into a checkpoint, and its outline. Not collective.
+
+    UsageError for what cannot be saved.
+    """
+    content = Content()
+    return content, outline(world, subject, content, MODEL, step, extra)
+
+
+def bytes_of(content: Content) -> int:
+    """Bytes of the tensors of a part."""
+    return sum(each.numel() * each.itemsize for each in content.values.values() if isinstance(each, torch.Tensor))
+
+
+def write_part(
+    file: int, world: World, content: Content, outline: bytes, *, number: int, step: int, folder: str
+) -> None:
+    """Write a part to the file in memory `file`; what was there before is lost from the beginning on.
+
+    OSError or RuntimeError (torch's) where there is no memory for it.
+    """
+    memory_files.spoil(file)
+    name = shard_name(world.rank)
+    with open(file, "r+b", buffering=_BUFFER, closefd=False) as opened:
+        opened.seek(FIRST)
+        entries = write_values(opened, name, content.values, content.aliases, content.parts)
+        opened.flush()
+        shard = opened.tell() - FIRST
+        written = Written("", entries, {}, {name: list(path) for name, path in content.paths.items()})
+        said = encode_part(Part(step, world.size, outline, written))
+        opened.write(said)
+        opened.flush()
+        os.ftruncate(file, opened.tell())
+    names, lengths = [PART.format(world.rank)], [len(said)]
+    if content.values:
+        names, lengths = [name, *names], [shard, *lengths]
+    try:
+        prefix = Record(number, step, world.rank, world.size, folder, names, lengths).prefix()
+    except memory_files.RecordError as exc:
+        raise CheckpointError(f"the state cannot be kept in memory: {exc}") from exc
+    os.pwrite(file, prefix, 0)
+    memory_files.set_whole(file, 0)
