@@ -27,10 +27,10 @@ class Training(Outcome):
         """Write the host file."""
         (self.folder / "hosts").write_text(hosts.replace(" ", "\n"))
 
-    def start(self, pause_s: float, *flags: str):
+    def start(self, pause_s: float, *flags: str, **variables: str):
         """The job."""
         program = (str(PROGRAM), str(self.folder), str(self.epochs), self.kind, str(pause_s))
-        return self.node.start("rannc-run", "--elastic", "--hostfile", "hosts", *flags, *program)
+        return self.node.start("rannc-run", "--elastic", "--hostfile", "hosts", *flags, *program, **variables)
 
     def await_step(self, job, step: int) -> None:
         """Wait until a step was made."""
@@ -57,21 +57,43 @@ def test_nodes_are_added_and_removed(network: Callable[..., Network]) -> None:
     assert c.empty_within(LONG)
 
 
-def test_a_node_that_is_cut_off_is_left_out(network: Callable[..., Network]) -> None:
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_node_that_is_cut_off_is_left_out(network: Callable[..., Network], kind: str) -> None:
+    """Its part of the last step is in the memory of another node."""
     a, b, c = network(3).made
-    training = Training(a, "a:1 b:1 c:1")
-    job = training.start(0.5)
+    training = Training(a, "a:1 b:2 c:1")
+    training.kind = kind
+    job = training.start(0.5, RANNC_SNAPSHOTS="neighbour", RANNC_PARTITION_NUM="2")
     training.await_step(job, 7)
     c.cut_off()
     output, _ = job.communicate(timeout=4 * LONG)
     assert job.returncode == 0, output
     assert "host c is lost" in output
+    assert "which the ranks have kept in memory" in output
     training.check()
-    assert training.ranks_of()[-1] == 2
+    assert training.ranks_of()[-1] == 3
+    again = [step for step, made in training.losses().items() if len(made) > 1]
+    assert len(again) <= 1
+    assert a.empty_within(LONG)
+    assert b.empty_within(LONG)
+
+
+def test_a_node_is_lost_with_the_one_that_has_its_copies(network: Callable[..., Network]) -> None:
+    a, b, c = network(3).made
+    training = Training(a, "a:1 b:1 c:1")
+    job = training.start(0.5, RANNC_SNAPSHOTS="neighbour")
+    training.await_step(job, 7)
+    c.cut_off()
+    b.cut_off()
+    output, _ = job.communicate(timeout=4 * LONG)
+    assert job.returncode == 0, output
+    assert "which the ranks have kept in memory" not in output
+    assert "Going on after step 5" in output
+    training.check()
+    assert training.ranks_of()[-1] == 1
     again = [step for step, made in training.losses().items() if len(made) > 1]
     assert len(again) <= 5, "checkpoints are five steps apart"
     assert a.empty_within(LONG)
-    assert b.empty_within(LONG)
 
 
 def test_a_node_that_is_not_ready_is_left_out(network: Callable[..., Network]) -> None:

@@ -95,14 +95,13 @@ class Neighbours:
             self.error = self.error or f"rank {self._keeper} on {self._world.hosts[self._keeper or 0]} has no memory"
         places = [sum(sizes[:number]) for number in range(len(sizes))]
         # A record says that it is whole when all of it has arrived: the first bytes are not sent.
-        mine = _chunks(own, len(MAGIC), length, mmap.ACCESS_READ) if int(answer) else []
+        mine = _chunks(own, len(MAGIC), length) if int(answer) else []
         theirs: list[list[torch.Tensor]] = [[] for _ in sizes]
         if int(able):
             for place in (place for place, size in zip(places, sizes, strict=True) if size):
                 memory_files.spoil(copies, place)
             theirs = [
-                _chunks(copies, place + len(MAGIC), place + size, mmap.ACCESS_WRITE)
-                for place, size in zip(places, sizes, strict=True)
+                _chunks(copies, place + len(MAGIC), place + size) for place, size in zip(places, sizes, strict=True)
             ]
         self._send_and_take(mine, theirs)
         if int(able):
@@ -136,9 +135,9 @@ class Neighbours:
         return True
 
 
-def _chunks(file: int, begin: int, end: int, access: int) -> list[torch.Tensor]:
+def _chunks(file: int, begin: int, end: int) -> list[torch.Tensor]:
     """Bytes of a file in memory as tensors, which share it."""
-    mapped = mmap.mmap(file, end, access=access)
+    mapped = mmap.mmap(file, end)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     return [whole[place : min(place + _CHUNK, end)] for place in range(begin, end, _CHUNK)]
 
