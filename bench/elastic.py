@@ -101,7 +101,7 @@ class Policy:
 
 
 POLICIES = (
-    Policy("rannd", True, LOOK_S + SETTLE_S, NOTICE_S - LEAVE_BEFORE_S, ahead=True, more_s=0.0, keeps=True, patient=True),
+    Policy("rannd", True, LOOK_S + SETTLE_S, NOTICE_S - LEAVE_BEFORE_S, True, 0.0, keeps=True, patient=True),
     Policy("varuna", True, 60.0, NOTICE_S, ahead=False, more_s=0.0),
     Policy("restart-all", False, LOOK_S, NOTICE_S, ahead=True, more_s=30.0),
 )
@@ -204,7 +204,6 @@ class Run:
         elif event.what == NOTICE:
             wait = max(self.policy.look_s, self.policy.after_notice_s)
             self.leaving[event.host] = self.now + wait
-            self._patience.change(self.now)
             self.plan(wait, "look")
         else:
             self._lose(event.host, known_s=self.costs.silent_s if event.what == FAIL else 0.0)
@@ -259,7 +258,8 @@ class Run:
             self.saved = self.done
         self.lost["again"] += (self.done - self.saved) * self.costs.step_s * self.total
         self.done = self.saved
-        self._patience.ask(self.now)
+        if cause == "joins":  # any other start is a change that patience sees by itself
+            self._patience.ask(self.now)
         self._stop(cause, self.costs.save_s if self.policy.saves else 0.0)
 
     def _start(self) -> None:

@@ -91,15 +91,16 @@ class HostErrand:
             self._weigh(leave, before, found, now)
 
     def _weigh(self, leave: Callable[[float], None], before: list[Host], found: list[Host], now: float) -> None:
-        """Decide when the ranks leave, if the hosts of the next start are `found`, and `before` were those until now."""
+        """Decide when the ranks leave, if the hosts of the next start are `found`; until now they were `before`."""
         assert self._file is not None
         why = f"{self._file.path} has changed"
-        if not _holds(found, self._here):
+        still = [host for host in self._here if _holds(before, [host])]  # others are left out from now on
+        if not _holds(found, still):
             self._ask(leave, why, found)
             return
-        new = size_of(found) - size_of(self._here)
+        new = size_of(found) - size_of(still)
         if self._join_at == math.inf and _holds(before, found):
-            new = 0  # hosts that were left out for a while, which are no reason to stop the others
+            new = 0  # hosts that were left out until now are no reason to stop the others
         join_at = self._patience.join_at(now, new, size_of(self._here))
         if new and join_at <= now:
             self._ask(leave, why, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,20 @@ def test_the_command_prints_a_table(tmp_path: Path) -> None:
     wrong = subprocess.run(command, check=False, capture_output=True, text=True)
     assert wrong.returncode == 1
     assert "is not 'seconds join|notice|fail host'" in wrong.stderr
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_changes_of_a_real_job_are_measured() -> None:
+    small = ("--layers", "2", "--width", "64", "--words", "64", "--length", "8", "--steps", "2")
+    command = [sys.executable, str(BENCH), "changes", *small]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    row = r"^(\w.*?)  +(\d+ ms|made anew) +(\d+\.\d) s +\d+\.\d s +\d+\.\d s +(\d+)$"
+    first, fewer, more, killed = re.findall(row, output, re.MULTILINE)
+    assert first[1] == "made anew"
+    assert [each[0] for each in (fewer, more, killed)] == ["then 3 ranks", "then 4 ranks", "kill -9 of a rank"]
+    for each in (fewer, more, killed):
+        assert each[1].endswith(" ms"), "its plan was there"
+        assert float(each[2]) > 0
+    assert fewer[3] == more[3] == "0", "no step is lost when the hosts change"
+    assert int(killed[3]) >= 1, "the one in progress"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rannd.runner.elastic import host_file
+from rannd.runner.elastic import host_file, members
 from rannd.runner.elastic.host_errand import HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members
@@ -129,21 +129,31 @@ def test_what_a_restart_costs_is_measured(made: Fixture) -> None:
     assert 0 < made.patience.cost_s < 60
 
 
-def test_a_host_that_was_left_out_is_no_reason_for_a_restart(tmp_path: Path, made: Fixture) -> None:
-    text = "localhost slots=2\nlost slots=2\nspare slots=2 # unused"
-    made = Fixture(tmp_path / "more", text)
-    made.members.most = 4
+def test_a_host_that_was_left_out_is_no_reason_for_a_restart(
+    tmp_path: Path, made: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "RETRY_S", 0.2)
+    made = Fixture(tmp_path / "more", "localhost slots=2\nlost slots=2\nspare slots=2")
     for name in ("lost", "spare"):
         made.members.leave_out(name)
     made.start()
-    made.members._out.clear()  # RETRY_S later
-    made.write(text.replace("slots=2 #", "slots=1 #"))
+    while made.members.left_out:
+        time.sleep(0.01)
     made.write("localhost slots=2\nlost slots=2")
     assert not made.left
-    made.write("localhost slots=2\nlost slots=2\nspare slots=1")
-    assert not made.left, "--max-np 4"
-    made.write("localhost slots=2\nlost slots=1\nnew slots=1")
+    made.write("localhost slots=2\nlost slots=2\nnew slots=1")
     assert made.left == [30.0]
+    assert "lost:2, new:1" in made.said[-1]
+
+
+def test_a_host_that_is_about_to_go_lets_new_ones_wait_all_the_same(tmp_path: Path, made: Fixture) -> None:
+    made = Fixture(tmp_path / "more", "localhost slots=1\nother slots=1")
+    often(made, 600.0)
+    made.members.leave_out("other")  # after a notice; its ranks still train
+    made.write("localhost slots=1\nother slots=1\nnew slots=1")
+    made.write("localhost slots=1\nnew slots=1")
+    assert not made.left
+    assert len(made.said) == 1
 
 
 def test_what_ranks_say(made: Fixture) -> None:
