@@ -2,9 +2,9 @@
 
 changes  A GPT of 100 million parameters (fp32, AdamW) on 4, 3 and 4 ranks of this machine, whose host file changes
          after --steps new steps, when the plan for the next hosts is there; then one rank is killed in mid-step.
-         Of each start is printed in what time its plan was found, the seconds from the change to the end of the first
-         new step, torch's import in them, a usual step, and how many steps were made twice or, after the kill, lost in
-         progress.
+         Of each start are printed in what time its plan was found, the seconds from the change to the end of the
+         first new step, those of a usual step, the rest, torch's import in it, and how many steps were made twice or,
+         after the kill, lost in progress. In the rest of a change is the step that the ranks finish before they leave.
 costs    The same model on 2 ranks whose hosts stay. Steps without saving, with a checkpoint in the background every
          --every steps (4), and with snapshots in memory (snapshots = neighbour, if this version has that item), each
          --rounds jobs, in turns. A job's first two steps do not count; the others are two whole periods of --every.
@@ -118,7 +118,8 @@ def changes(given: argparse.Namespace) -> None:
     with home() as environment, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "hosts").write_text(f"localhost slots={RANKS}\n")
-        print(f"{'start':20}{'plan found':>12}{'first new step':>16}{'import torch':>14}{'usual step':>12}{'lost':>6}")
+        heads = (("plan found", 12), ("first new step", 16), ("usual step", 12), ("rest", 10), ("import torch", 14))
+        print(f"{'start':20}" + "".join(f"{head:>{width}}" for head, width in heads) + f"{'lost':>6}")
         begun = time.time()
         with training(folder, environment, given, ["--hostfile", str(folder / "hosts")]) as job:
             _follow(job, f"{RANKS} ranks", begun, given.steps)
@@ -149,7 +150,8 @@ def _follow(job: Training, what: str, begun: float, steps: int, in_progress: int
     lost = before[-1] + 1 - first["step"] + in_progress if before else 0
     usual_s = statistics.median(step["took_s"] for step in others)
     print(
-        f"{what:20}{plan:>12}{first['at'] - begun:14.1f} s{first['import_s']:12.1f} s{usual_s:10.1f} s{lost:6d}",
+        f"{what:20}{plan:>12}{first['at'] - begun:14.1f} s{usual_s:10.1f} s{first['at'] - begun - usual_s:8.1f} s"
+        f"{first['import_s']:12.1f} s{lost:6d}",
         flush=True,
     )
 

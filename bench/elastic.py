@@ -13,6 +13,7 @@ simulate  plays traces of hosts that come, are given notice, and fail, with give
                        neighbour's part in memory; neighbours that fail at the same moment are not played). Hosts that
                        were given notice are left 20 s before they go, together. Hosts that come are joined at the next
                        start, or when rannd/runner/elastic/patience.py says so, which is played itself
+          at once      the same, but each notice and each host that comes is followed by a restart at once
           varuna       its manager looks for hosts once a minute, and waits two minutes after a notice (upstream's
                        code); ranks save and leave. After a failure it goes on from the last checkpoint. Plans are made
                        at each start
@@ -102,6 +103,7 @@ class Policy:
 
 POLICIES = (
     Policy("rannd", True, LOOK_S + SETTLE_S, NOTICE_S - LEAVE_BEFORE_S, True, 0.0, keeps=True, patient=True),
+    Policy("at once", True, LOOK_S + SETTLE_S, 0.0, True, 0.0, keeps=True),
     Policy("varuna", True, 60.0, NOTICE_S, ahead=False, more_s=0.0),
     Policy("restart-all", False, LOOK_S, NOTICE_S, ahead=True, more_s=30.0),
 )

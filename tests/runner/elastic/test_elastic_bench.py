@@ -52,12 +52,12 @@ def test_a_host_that_comes_costs_saving_and_a_start(bench: Any, costs: Any) -> N
     assert job.starts == 2
 
 
-@pytest.mark.parametrize(("policy", "kept"), [(0, 350.0), (1, 300.0)])
+@pytest.mark.parametrize(("policy", "kept"), [(0, 350.0), (2, 300.0)])
 def test_a_host_that_fails_costs_a_step_or_those_since_the_checkpoint(
     bench: Any, costs: Any, policy: int, kept: float
 ) -> None:
     events = [*_all(bench, 2), bench.Event(380.75, "fail", 1)]
-    planned_s = 20.0 * policy  # only rannd plans in advance
+    planned_s = 10.0 * policy  # only rannd plans in advance
     job = bench.played(events, costs, bench.POLICIES[policy], 2, 380.75 + 15 + 2 + 10 + planned_s + 100)
     assert job.done == pytest.approx(kept + 50.0)
 
@@ -78,7 +78,7 @@ def test_hosts_that_come_wait_for_each_other_where_changes_are_many(bench: Any, 
 
 def test_without_saving_all_since_the_checkpoint_is_lost(bench: Any, costs: Any) -> None:
     events = [*_all(bench, 1), bench.Event(530.0, "join", 1)]
-    job = bench.played(events, costs, bench.POLICIES[2], 2, 602.25)
+    job = bench.played(events, costs, bench.POLICIES[3], 2, 602.25)
     assert job.done == pytest.approx(200.0 + 602.25 - 572.25)
 
 
@@ -123,7 +123,7 @@ def test_changes_of_a_real_job_are_measured() -> None:
     small = ("--layers", "2", "--width", "64", "--words", "64", "--length", "8", "--steps", "2")
     command = [sys.executable, str(BENCH), "changes", *small]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    row = r"^(\w.*?)  +(\d+ ms|made anew) +(\d+\.\d) s +\d+\.\d s +\d+\.\d s +(\d+)$"
+    row = r"^(\w.*?)  +(\d+ ms|made anew) +(\d+\.\d) s +\d+\.\d s +-?\d+\.\d s +\d+\.\d s +(\d+)$"
     first, fewer, more, killed = re.findall(row, output, re.MULTILINE)
     assert first[1] == "made anew"
     assert [each[0] for each in (fewer, more, killed)] == ["then 3 ranks", "then 4 ranks", "kill -9 of a rank"]
