@@ -1,18 +1,28 @@
-"""Benchmarks of elastic jobs: what a job gets done while its hosts come and go, under several policies.
+"""Benchmarks of elastic jobs: what a job gets done while its hosts come and go, and what a change costs.
 
     python bench/elastic.py [simulate] [--trace FILE ..] [--hosts 8 128] [--devices 8] [--hours 24] [--seeds 3]
                                        [--save S] [--start S] [--stop S] [--plan S] [--step S] [--every STEPS]
+    python bench/elastic.py changes [--rows N] [--layers N] [--width N] [--words N] [--length N] [--steps N]
+    python bench/elastic.py costs   [the same] [--rounds N] [--every STEPS]
 
 simulate  plays traces of hosts that come, are given notice, and fail, with given costs of saving, starting and
           planning. A job of n hosts makes steps n / N times as fast as one of all N (the global batch is the same).
           Printed are useful steps (those that the job keeps) as a share of an oracle's, which loses no time at all:
 
-          rannd        what `rannc-run --elastic` does: at a notice, and when hosts come, it saves, leaves and starts
-                       again at once; after a failure it goes on from the last checkpoint, with hosts that are there
-          varuna       the same, but its manager looks for hosts once a minute, and waits two minutes after a notice
-                       (upstream's code); plans are made at each start
+          rannd        what `rannc-run --elastic` does. At a failure the step in progress is lost (every rank has its
+                       neighbour's part in memory; neighbours that fail at the same moment are not played). Hosts that
+                       were given notice are left 20 s before they go, together. Hosts that come are joined at the next
+                       start, or when rannd/runner/elastic/patience.py says so, which is played itself
+          at once      the same, but each notice and each host that comes is followed by a restart at once
+          varuna       its manager looks for hosts once a minute, and waits two minutes after a notice (upstream's
+                       code); ranks save and leave. After a failure it goes on from the last checkpoint. Plans are made
+                       at each start
           restart-all  as torchelastic: a change ends all ranks without saving, and the next start goes on from the last
                        checkpoint; 30 s more for the rendezvous (pytorch/elastic#99)
+
+          Below it is what rannd lacks of the oracle, by cause, in percent.
+changes   real jobs on this machine: see _elastic_jobs.py
+costs     steps that save beside steps that do not: see _elastic_jobs.py
 
 Traces are files of lines 'seconds event host': 'join', 'notice' (the host goes two minutes later, as spot instances
 do), 'fail'. Without --trace they are drawn: each host is taken away after an exponential time of mean 6 hours, a
@@ -24,13 +34,19 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from rannd.runner.elastic.host_file import LOOK_S, SETTLE_S
+from rannd.runner.elastic.patience import Patience
+
 NOTICE_S = 120.0
 """From a notice to the end of the host."""
+LEAVE_BEFORE_S = 20.0
+"""Seconds before its end at which rannc-run lets the ranks leave."""
 JOIN, NOTICE, FAIL, GONE = "join", "notice", "fail", "gone"
 HOUR = 3600.0
 
@@ -72,20 +88,27 @@ class Policy:
     saves: bool
     """Whether ranks save before they leave."""
     look_s: float
-    """Seconds between two looks at the hosts."""
+    """Seconds from a change until it is seen."""
     after_notice_s: float
     """Seconds for which it goes on after a notice."""
     ahead: bool
     """Whether plans are made in advance."""
     more_s: float
     """Seconds that each start takes in addition."""
+    keeps: bool = False
+    """Whether a failure costs the step in progress alone."""
+    patient: bool = False
+    """Whether hosts that come wait for other changes."""
 
 
 POLICIES = (
-    Policy("rannd", saves=True, look_s=0.25, after_notice_s=0.5, ahead=True, more_s=0.0),
-    Policy("varuna", saves=True, look_s=60.0, after_notice_s=NOTICE_S, ahead=False, more_s=0.0),
-    Policy("restart-all", saves=False, look_s=0.25, after_notice_s=NOTICE_S, ahead=True, more_s=30.0),
+    Policy("rannd", True, LOOK_S + SETTLE_S, NOTICE_S - LEAVE_BEFORE_S, True, 0.0, keeps=True, patient=True),
+    Policy("at once", True, LOOK_S + SETTLE_S, 0.0, True, 0.0, keeps=True),
+    Policy("varuna", True, 60.0, NOTICE_S, ahead=False, more_s=0.0),
+    Policy("restart-all", False, LOOK_S, NOTICE_S, ahead=True, more_s=30.0),
 )
+CAUSES = ("failures", "notices", "joins", "waiting", "again")
+"""What a job loses time by: starts after these, hosts that it does not use, steps that it makes twice."""
 
 
 def drawn(hosts: int, hours: float, seed: int) -> list[Event]:
@@ -143,18 +166,22 @@ class Run:
     """Number of hosts of the job at most."""
     there: set[int] = field(default_factory=set)
     """Hosts that can be used."""
-    leaving: set[int] = field(default_factory=set)
-    """Those of them that were given notice."""
+    leaving: dict[int, float] = field(default_factory=dict)
+    """Those of them that were given notice, and when the job is to be without them."""
     used: frozenset[int] = frozenset()
     """Hosts that train; empty between two starts."""
     done: float = 0.0
     saved: float = 0.0
     now: float = 0.0
     starts: int = 0
+    lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    """Seconds of all hosts together, by cause."""
     _due: list[tuple[float, int, str]] = field(default_factory=list)
-    """What the job itself does next: 'look' for other hosts, 'start', 'train' (the first step begins)."""
+    """What the job itself does next: 'look' for other hosts, 'start', 'begin' and 'end' the first step."""
     _ticks: int = 0
     _next: frozenset[int] = frozenset()
+    _cause: str = "joins"
+    _patience: Patience = field(default_factory=Patience)
 
     def plan(self, after_s: float, what: str) -> None:
         """Do something later."""
@@ -173,43 +200,69 @@ class Run:
         """Take an event, at its moment."""
         if event.what == JOIN:
             self.there.add(event.host)
-            self.leaving.discard(event.host)
+            self.leaving.pop(event.host, None)
+            self._patience.change(self.now)
             self.plan(self.policy.look_s, "look")
         elif event.what == NOTICE:
-            self.leaving.add(event.host)
-            self.plan(max(self.policy.look_s, self.policy.after_notice_s), "look")
+            wait = max(self.policy.look_s, self.policy.after_notice_s)
+            self.leaving[event.host] = self.now + wait
+            self.plan(wait, "look")
         else:
             self._lose(event.host, known_s=self.costs.silent_s if event.what == FAIL else 0.0)
 
     def _lose(self, host: int, known_s: float) -> None:
         self.there.discard(host)
-        self.leaving.discard(host)
-        if host in self.used:
-            self.done, self.used = self.saved, frozenset()
-            self._due.clear()
-            self.plan(known_s + self.costs.stop_s, "start")
-        elif host in self._next:
-            self._due.clear()
-            self.plan(known_s + self.costs.stop_s, "start")
+        self.leaving.pop(host, None)
+        if host not in self.used and host not in self._next:
+            return
+        if self.used:
+            self.lost["again"] += (self.done - self.saved) * self.costs.step_s * self.total
+            self.done = self.saved
+        self._stop("failures", known_s)
+
+    def _stop(self, cause: str, after_s: float) -> None:
+        """End the ranks after a while, and start others."""
+        self._cause, self.used, self._next = cause, frozenset(), frozenset()
+        self._due.clear()
+        self.plan(after_s + self.costs.stop_s, "start")
 
     def _train(self, until: float) -> None:
+        seconds = until - self.now
         if self.used:
-            self.done += (until - self.now) / self.costs.step_s * len(self.used) / self.total
-            self.saved = max(self.saved, self.done // self.costs.every * self.costs.every)
+            self.done += seconds / self.costs.step_s * len(self.used) / self.total
+            every = 1 if self.policy.keeps else self.costs.every
+            self.saved = max(self.saved, self.done // every * every)
+            self.lost["waiting"] += seconds * len(self.there - self.used)
+        else:
+            self.lost[self._cause] += seconds * len(self.there)
         self.now = until
 
     def _wanted(self) -> frozenset[int]:
-        return frozenset(self.there - self.leaving)
+        return frozenset(self.there - self.leaving.keys())
 
     def _look(self) -> None:
-        if not self.used or self._wanted() == self.used:
-            return  # a start is due already, or nothing has changed
+        if not self.used:
+            return  # a start is due already
+        new = len(self._wanted() - self.used)
+        if any(self.leaving.get(host, math.inf) <= self.now for host in self.used):
+            self._leave("notices")
+        elif self.policy.patient:
+            join_at = self._patience.join_at(self.now, new, len(self.used))
+            if new and join_at <= self.now:
+                self._leave("joins")
+            elif new:
+                self.plan(join_at - self.now, "look")
+        elif new:
+            self._leave("joins")
+
+    def _leave(self, cause: str) -> None:
         if self.policy.saves:
             self.saved = self.done
-        else:
-            self.done = self.saved
-        self.used = frozenset()
-        self.plan((self.costs.save_s if self.policy.saves else 0.0) + self.costs.stop_s, "start")
+        self.lost["again"] += (self.done - self.saved) * self.costs.step_s * self.total
+        self.done = self.saved
+        if cause == "joins":  # any other start is a change that patience sees by itself
+            self._patience.ask(self.now)
+        self._stop(cause, self.costs.save_s if self.policy.saves else 0.0)
 
     def _start(self) -> None:
         self._next = self._wanted()
@@ -217,12 +270,19 @@ class Run:
             self.plan(1.0, "start")
             return
         self.starts += 1
+        self._patience.start(self.now)
         plan_s = 0.0 if self.policy.ahead and self.starts > 1 else self.costs.plan_s
         self.plan(self.costs.start_s + plan_s + self.policy.more_s, "begin")
 
     def _begin(self) -> None:
         self.used, self._next = self._next, frozenset()
+        self.plan(self.costs.step_s * self.total / len(self.used), "end")
         self.plan(self.policy.look_s, "look")  # for what has changed meanwhile
+        for host in self.leaving.keys() & self.used:
+            self.plan(max(self.leaving[host] - self.now, self.policy.look_s), "look")
+
+    def _end(self) -> None:
+        self._patience.step(self.now)
 
 
 def played(events: list[Event], costs: Costs, policy: Policy, total: int, end: float) -> Run:
@@ -260,9 +320,34 @@ def oracle(events: list[Event], costs: Costs, total: int, end: float) -> float:
     return done + (end - now) / costs.step_s * len(there) / total
 
 
+def simulate(given: argparse.Namespace) -> None:
+    """Play the traces, and print a table."""
+    costs = Costs(given.step, given.save, given.stop, given.start, given.plan, given.silent, given.every or 100)
+    end = given.hours * HOUR
+    traces: list[tuple[str, int, list[Event]]] = [
+        (f"{hosts * given.devices} devices, seed {seed}", hosts, drawn(hosts, given.hours, seed))
+        for hosts in given.hosts
+        for seed in range(given.seeds)
+    ]
+    for path in given.trace:
+        events = read(path)
+        traces.append((path.name, len({event.host for event in events}), events))
+    print(f"{'trace':28}{'changes':>9}" + "".join(f"{policy.name:>14}" for policy in POLICIES) + "   starts of rannd")
+    lacks = []
+    for name, hosts, events in traces:
+        best = oracle(events, costs, hosts, end)
+        jobs = [played(events, costs, policy, hosts, end) for policy in POLICIES]
+        shares = "".join(f"{job.done / best:14.3f}" for job in jobs)
+        changes = sum(event.at_s > 0 for event in events)
+        print(f"{name:28}{changes:9d}{shares}{jobs[0].starts:18d}")
+        parts = (100 * lost / costs.step_s / hosts / best for lost in jobs[0].lost.values())
+        lacks.append(f"{name:28}" + "".join(f"{part:10.2f}" for part in parts))
+    print(f"\n{'what rannd lacks, %':28}" + "".join(f"{cause:>10}" for cause in CAUSES), *lacks, sep="\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["simulate", []], help="benchmarks (default: all)")
+    parser.add_argument("what", nargs="?", choices=["simulate", "changes", "costs"], default="simulate")
     parser.add_argument("--trace", type=Path, nargs="*", default=[])
     parser.add_argument("--hosts", type=int, nargs="*", default=[8, 128])
     parser.add_argument("--devices", type=int, default=8, help="per host, for the headings")
@@ -274,25 +359,22 @@ def main() -> None:
     parser.add_argument("--plan", type=float, default=20.0)
     parser.add_argument("--step", type=float, default=2.0)
     parser.add_argument("--silent", type=float, default=15.0)
-    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--every", type=int, default=0, help="steps between checkpoints (100; costs: 4)")
+    jobs = parser.add_argument_group("changes and costs")
+    jobs.add_argument("--rows", type=int, default=12, help="of the global batch")
+    jobs.add_argument("--length", type=int, default=128, help="tokens of a row")
+    jobs.add_argument("--layers", type=int, default=12)
+    jobs.add_argument("--width", type=int, default=768, help="a multiple of 64")
+    jobs.add_argument("--words", type=int, default=16384)
+    jobs.add_argument("--steps", type=int, default=3, help="new steps before each change")
+    jobs.add_argument("--rounds", type=int, default=3, help="of costs: jobs of each kind, in turns")
     given = parser.parse_args()
-    costs = Costs(given.step, given.save, given.stop, given.start, given.plan, given.silent, given.every)
-    end = given.hours * HOUR
-    traces: list[tuple[str, int, list[Event]]] = [
-        (f"{hosts * given.devices} devices, seed {seed}", hosts, drawn(hosts, given.hours, seed))
-        for hosts in given.hosts
-        for seed in range(given.seeds)
-    ]
-    for path in given.trace:
-        events = read(path)
-        traces.append((path.name, len({event.host for event in events}), events))
-    print(f"{'trace':28}{'changes':>9}" + "".join(f"{policy.name:>14}" for policy in POLICIES) + "   starts of rannd")
-    for name, hosts, events in traces:
-        best = oracle(events, costs, hosts, end)
-        jobs = [played(events, costs, policy, hosts, end) for policy in POLICIES]
-        shares = "".join(f"{job.done / best:14.3f}" for job in jobs)
-        changes = sum(event.at_s > 0 for event in events)
-        print(f"{name:28}{changes:9d}{shares}{jobs[0].starts:18d}")
+    if given.what == "simulate":
+        simulate(given)
+        return
+    import _elastic_jobs
+
+    getattr(_elastic_jobs, given.what)(given)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from rannd.ranks.rank_notes import RESUME_STEP
 from rannd.runner.elastic.host_errand import STAYS, HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members, loses_this_machine, size_of
+from rannd.runner.elastic.patience import Patience
 from rannd.runner.elastic.restarts import Restarts
 from rannd.runner.hints import hints
 from rannd.runner.job import Job, prepare
@@ -76,6 +77,7 @@ class Supervisor:
         if self._file is not None:
             self._members.name(self._file.hosts)
         self._restarts = Restarts(items.max_restarts)
+        self._patience = Patience()
         self._first = True
         self._saved = -1
 
@@ -115,7 +117,8 @@ class Supervisor:
         job = self._tried(lambda: self._checked(self._prepared(hosts)))
         if job is None:
             return None
-        errand = HostErrand(self._file, self._members, hosts, self._items.leave_timeout, job.grace, self._restarts, say)
+        leave_s = self._items.leave_timeout
+        errand = HostErrand(self._file, self._members, hosts, leave_s, job.grace, self._restarts, self._patience, say)
         if self._first and not job.quiet:
             for line in hints(self._options, job):
                 say(line)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rannd.ranks import rank_notes
 from rannd.runner.elastic.host_file import LOOK_S, HostFile
-from rannd.runner.elastic.members import Members, loses_this_machine, words
+from rannd.runner.elastic.members import Members, loses_this_machine, size_of, words
+from rannd.runner.elastic.patience import Patience
 from rannd.runner.elastic.rescue_plan import plan_rescue
 from rannd.runner.elastic.restarts import Restarts
 from rannd.runner.resources.host_list import Host
@@ -31,6 +33,7 @@ class HostErrand:
         leave_timeout: Seconds that ranks get to save and end if hosts change.
         grace: The same after SIGTERM.
         restarts: What it counts steps for.
+        patience: When hosts that come are worth a restart.
         say: Gets a line for the user.
     """
 
@@ -42,6 +45,7 @@ class HostErrand:
         leave_timeout: float,
         grace: float,
         restarts: Restarts,
+        patience: Patience,
         say: Callable[[str], None],
     ) -> None:
         self.leave_s = grace
@@ -49,6 +53,10 @@ class HostErrand:
         self._file, self._members, self._here = file, members, list(here)
         self._leave_timeout, self._restarts, self._say = leave_timeout, restarts, say
         self._look_at = time.monotonic()
+        self._patience = patience
+        patience.start(self._look_at)
+        self._join_at = math.inf
+        """When the hosts that have come are worth a restart."""
         self.changing = False
         """The ranks were asked to leave because the hosts change."""
         self.speaks = False
@@ -66,24 +74,57 @@ class HostErrand:
 
     def run(self, leave: Callable[[float], None]) -> None:
         """Look at the host file, and let the ranks leave if other ones are to run."""
-        self._look_at = time.monotonic() + (_NEVER_S if self._file is None else LOOK_S)
-        if self._file is None or self.changing or not self._file.changed():
+        now = time.monotonic()
+        self._look_at = now + (_NEVER_S if self._file is None else LOOK_S)
+        if self._file is None or self.changing:
+            return
+        if not self._file.changed():
+            if now >= self._join_at:
+                self._ask(leave, "New slots have waited for long enough", self._members.chosen())
             return
         named = self._file.hosts
         if loses_this_machine(self._members.named, named):
             self._say(STAYS.format(self._file.path))
             return
+        before = self._members.chosen()
         self._members.name(named)
         found = self._members.chosen()
-        if found == self._here:
+        if found != before:
+            self._patience.change(now)
+            self._weigh(leave, before, found, now)
+
+    def _weigh(self, leave: Callable[[float], None], before: list[Host], found: list[Host], now: float) -> None:
+        """Decide when the ranks leave, if the hosts of the next start are `found`; until now they were `before`."""
+        assert self._file is not None
+        why = f"{self._file.path} has changed"
+        still = [host for host in self._here if _holds(before, [host])]  # others are left out from now on
+        if not _holds(found, still):
+            self._ask(leave, why, found)
             return
-        if not found:
+        new = size_of(found) - size_of(still)
+        if self._join_at == math.inf and _holds(before, found):
+            new = 0  # hosts that were left out until now are no reason to stop the others
+        join_at = self._patience.join_at(now, new, size_of(self._here))
+        if new and join_at <= now:
+            self._ask(leave, why, found)
+            return
+        self._join_at = join_at if new else math.inf
+        if new:
             self._say(
-                f"{self._file.path} has changed, to fewer slots than --min-np {self._members.least}: the ranks save "
-                "and end, and the job waits for more"
+                f"{why}: {new} new slot{'s wait' if new > 1 else ' waits'} for the next start, for {join_at - now:.0f} "
+                f"s at most, as hosts change often here and a start takes {self._patience.cost_s:.0f} s"
             )
+
+    def _ask(self, leave: Callable[[float], None], why: str, found: list[Host]) -> None:
+        """Ask the ranks to leave for other hosts."""
+        if found:
+            self._say(f"{why}: asking {words(self._here)} to save and end, for {words(found)}")
+            self._patience.ask(time.monotonic())
         else:
-            self._say(f"{self._file.path} has changed: asking {words(self._here)} to save and end, for {words(found)}")
+            self._say(
+                f"{why}, to fewer slots than --min-np {self._members.least}: the ranks save and end, and the job waits "
+                "for more"
+            )
         self.changing = True
         leave(self._leave_timeout)
 
@@ -98,6 +139,7 @@ class HostErrand:
                 self.saved = value or -1  # also of a second training in the same process
             elif name == rank_notes.STEP:
                 self._restarts.note_step(value)
+                self._patience.step(time.monotonic())
             elif name == rank_notes.SAVED:
                 self._restarts.note_step(value)
                 self.saved = max(self.saved, value)
@@ -122,3 +164,9 @@ class HostErrand:
             self._say(f"step {order.step} cannot be saved to {order.folder}: {error}; the last checkpoint: {before}")
         else:
             self._restarts.note_step(order.step)
+
+
+def _holds(found: Sequence[Host], here: Sequence[Host]) -> bool:
+    """Whether all slots of `here` are among those of `found`."""
+    slots = {host.name: host.slots for host in found}
+    return all(host.slots <= slots.get(host.name, 0) for host in here)

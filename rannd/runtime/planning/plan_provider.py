@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,6 +267,7 @@ class Planner:
         )
 
     def _found_or_made(self) -> Deployment:
+        begun = time.perf_counter()
         key = self._used = self._key()
         client = self._context.cache.client
         found, lease = self._look_up(key)
@@ -274,6 +276,9 @@ class Planner:
                 lease.release()
             deployment = self._checked(found)
             self._source = f" from the cache ({key.short})"
+            if self._world.rank == 0:
+                took_ms = 1e3 * (time.perf_counter() - begun)
+                log.get("RaNNCModule").debug("Plan %s was found in %.1f ms", key.short, took_ms)
             return deployment
         if client is not None:
             tell_miss(client, key)

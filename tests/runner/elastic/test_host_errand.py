@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rannd.runner.elastic import host_file
+from rannd.runner.elastic import host_file, members
 from rannd.runner.elastic.host_errand import HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members
+from rannd.runner.elastic.patience import FEW, Patience
 from rannd.runner.elastic.restarts import Restarts
 
 
@@ -25,8 +26,15 @@ class Fixture:
         self.members = Members(least, 0)
         self.members.name(self.file.hosts)
         self.restarts = Restarts(10)
+        self.patience = Patience()
+        self.start()
+
+    def start(self) -> None:
+        """Start the ranks on the hosts that there are."""
         here = self.members.chosen()
-        self.errand = HostErrand(self.file, self.members, here, 30.0, 5.0, self.restarts, self.said.append)
+        self.errand = HostErrand(
+            self.file, self.members, here, 30.0, 5.0, self.restarts, self.patience, self.said.append
+        )
 
     def write(self, text: str) -> None:
         """Change the file, and give the errand time to see it."""
@@ -70,6 +78,82 @@ def test_a_host_beyond_the_maximum_changes_nothing(tmp_path: Path, made: Fixture
     made.members.most = 2
     made.write("localhost slots=5")
     assert not made.left
+
+
+def often(made: Fixture, cost_s: float) -> None:
+    """Let there have been changes, as many as count and all of them just now, and a restart that took so long."""
+    now = time.monotonic()
+    made.patience.ask(now)
+    made.patience.start(now)
+    made.patience.step(now + cost_s)
+    for _ in range(FEW):
+        made.patience.change(now)
+
+
+def test_where_hosts_change_often_new_ones_wait_for_the_next_start(tmp_path: Path, made: Fixture) -> None:
+    made = Fixture(tmp_path / "more", "localhost slots=1\nother slots=1")
+    often(made, 600.0)
+    made.write("localhost slots=2\nother slots=1")
+    made.write("localhost slots=2\nother slots=1\nthird slots=4")
+    assert not made.left
+    assert "1 new slot waits for the next start, for 1200 s at most" in made.said[0]
+    assert "5 new slots wait for the next start, for 240 s at most" in made.said[1]
+    assert "a start takes 600 s" in made.said[1]
+    made.write("localhost slots=1\nother slots=1")
+    assert (made.left, len(made.said)) == ([], 2), "they are gone"
+    made.write("localhost slots=1\nother slots=1\nthird slots=1")
+    made.write("localhost slots=1\nthird slots=1")
+    assert made.left == [30.0], "a host is lost, and the new one joins"
+    assert "third:1" in made.said[-1]
+
+
+def test_new_hosts_have_waited_for_long_enough(made: Fixture) -> None:
+    often(made, 0.2)
+    made.write("localhost slots=4")
+    assert not made.left, "0.2 s of two slots is 0.2 s of two others"
+    deadline = time.monotonic() + 60
+    while not made.left and time.monotonic() < deadline:
+        made.errand.run(made.left.append)
+        time.sleep(0.01)
+    assert made.left == [30.0]
+    assert made.said[-1].startswith("New slots have waited for long enough: asking 2 ranks on localhost:2")
+
+
+def test_what_a_restart_costs_is_measured(made: Fixture) -> None:
+    made.write("localhost slots=3")
+    made.start()
+    made.errand.take_note({"began": 7})
+    assert made.patience.cost_s is None
+    made.errand.take_note({"step": 8})
+    assert made.patience.cost_s is not None
+    assert 0 < made.patience.cost_s < 60
+
+
+def test_a_host_that_was_left_out_is_no_reason_for_a_restart(
+    tmp_path: Path, made: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "RETRY_S", 0.2)
+    made = Fixture(tmp_path / "more", "localhost slots=2\nlost slots=2\nspare slots=2")
+    for name in ("lost", "spare"):
+        made.members.leave_out(name)
+    made.start()
+    while made.members.left_out:
+        time.sleep(0.01)
+    made.write("localhost slots=2\nlost slots=2")
+    assert not made.left
+    made.write("localhost slots=2\nlost slots=2\nnew slots=1")
+    assert made.left == [30.0]
+    assert "lost:2, new:1" in made.said[-1]
+
+
+def test_a_host_that_is_about_to_go_lets_new_ones_wait_all_the_same(tmp_path: Path, made: Fixture) -> None:
+    made = Fixture(tmp_path / "more", "localhost slots=1\nother slots=1")
+    often(made, 600.0)
+    made.members.leave_out("other")  # after a notice; its ranks still train
+    made.write("localhost slots=1\nother slots=1\nnew slots=1")
+    made.write("localhost slots=1\nnew slots=1")
+    assert not made.left
+    assert len(made.said) == 1
 
 
 def test_what_ranks_say(made: Fixture) -> None:

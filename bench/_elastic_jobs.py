@@ -1,0 +1,215 @@
+"""What changes of a real elastic job cost on this machine, and what saving costs: parts of bench/elastic.py.
+
+changes  A GPT of 100 million parameters (fp32, AdamW) on 4, 3 and 4 ranks of this machine, whose host file changes
+         after --steps new steps, when the plan for the next hosts is there; then one rank is killed in mid-step.
+         Of each start are printed in what time its plan was found, the seconds from the change to the end of the
+         first new step, those of a usual step, the rest, torch's import in it, and how many steps were made twice or,
+         after the kill, lost in progress. In the rest of a change is the step that the ranks finish before they leave.
+costs    The same model on 2 ranks whose hosts stay. Steps without saving, with a checkpoint in the background every
+         --every steps (4), and with snapshots in memory (snapshots = neighbour, if this version has that item), each
+         --rounds jobs, in turns. A job's first two steps do not count; the others are two whole periods of --every.
+         Printed are the median step and the mean, which has the whole cost of a checkpoint in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+
+from _elastic_training import Step
+from _starting import LONGEST_S, SCRIPTS, home
+
+from rannd.config import Config
+
+SCRIPT = str(Path(__file__).with_name("_elastic_training.py"))
+RANKS = 4
+HAS_SNAPSHOTS = any(item.name == "snapshots" for item in fields(Config))
+PLANS_S = 300.0
+"""Maximum seconds to wait for plans that are made in advance."""
+WARM_UP = 2
+"""Steps of a job that do not count."""
+
+
+@dataclass
+class Training:
+    """One job in a folder."""
+
+    folder: Path
+    environment: Mapping[str, str]
+    process: subprocess.Popen[bytes]
+
+    @property
+    def steps(self) -> list[Step]:
+        """Steps until now."""
+        file = self.folder / "steps"
+        whole = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
+        return [json.loads(line) for line in whole]
+
+    @property
+    def log(self) -> str:
+        """What the job has printed."""
+        return (self.folder / "log").read_text(errors="replace")
+
+    def wait(self, what: str, is_true: Callable[[], bool]) -> None:
+        """Wait until something is true; exits this process if the job ends before."""
+        deadline = time.monotonic() + LONGEST_S
+        while not is_true():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"the job has not come to {what}; it has printed:\n{self.log}")
+            time.sleep(0.05)
+
+    def wait_for_plans(self, least: int) -> None:
+        """Wait until so many plans are in the cache, for a while: some cannot be made in advance."""
+        command = [str(SCRIPTS / "rannc-cache"), "ls"]
+        deadline = time.monotonic() + PLANS_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True, timeout=60)
+            if done.stdout.count("deployment") >= least:
+                return
+            time.sleep(2.0)
+
+    def host_file(self, slots: int) -> None:
+        """Name so many slots of this machine."""
+        new = self.folder / "hosts.new"
+        new.write_text(f"localhost slots={slots}\n")
+        new.replace(self.folder / "hosts")
+
+
+@contextmanager
+def training(
+    folder: Path, environment: Mapping[str, str], given: argparse.Namespace, launch: list[str], *options: str
+) -> Iterator[Training]:
+    """Start a job, and end it."""
+    folder.mkdir(exist_ok=True)
+    sizes = [f"--{name}={getattr(given, name)}" for name in ("rows", "length", "layers", "width", "words")]
+    command = [str(SCRIPTS / "rannc-run"), "--elastic", *launch, SCRIPT, str(folder), *sizes, *options]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env={**environment, "RANNC_LOG_LEVEL": "debug"}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        yield Training(folder, environment, process)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+                process.wait(60)
+
+
+def changes(given: argparse.Namespace) -> None:
+    """Measure a job whose slots change, and one of whose ranks is killed."""
+    with home() as environment, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "hosts").write_text(f"localhost slots={RANKS}\n")
+        heads = (("plan found", 12), ("first new step", 16), ("usual step", 12), ("rest", 10), ("import torch", 14))
+        print(f"{'start':20}" + "".join(f"{head:>{width}}" for head, width in heads) + f"{'lost':>6}")
+        begun = time.time()
+        with training(folder, environment, given, ["--hostfile", str(folder / "hosts")]) as job:
+            _follow(job, f"{RANKS} ranks", begun, given.steps)
+            job.wait_for_plans(2)  # the first of those in advance is for one slot fewer
+            for slots in (RANKS - 1, RANKS):
+                begun = time.time()
+                job.host_file(slots)
+                _follow(job, f"then {slots} ranks", begun, given.steps)
+            time.sleep(job.steps[-1]["took_s"] / 2)
+            begun = time.time()
+            os.kill(int((folder / str(RANKS - 1)).read_text()), signal.SIGKILL)
+            _follow(job, "kill -9 of a rank", begun, given.steps, in_progress=1)
+    print(f"import torch, one process: {_import_s():.1f} s; {_described(given)}")
+
+
+def _follow(job: Training, what: str, begun: float, steps: int, in_progress: int = 0) -> None:
+    """Wait for so many steps of the next start, and print what the change has cost."""
+    old, said = {step["pid"] for step in job.steps}, len(job.log)
+
+    def new() -> list[Step]:
+        return [step for step in job.steps if step["pid"] not in old]
+
+    job.wait(f"step {steps} of {what}", lambda: len(new()) >= max(steps, 2))
+    found = re.search(r"Plan \w+ was found in (\S+) ms", job.log[said:])
+    plan = f"{float(found[1]):.0f} ms" if found else "made anew"
+    first, *others = new()
+    before = [step["step"] for step in job.steps if step["pid"] in old]
+    lost = before[-1] + 1 - first["step"] + in_progress if before else 0
+    usual_s = statistics.median(step["took_s"] for step in others)
+    print(
+        f"{what:20}{plan:>12}{first['at'] - begun:14.1f} s{usual_s:10.1f} s{first['at'] - begun - usual_s:8.1f} s"
+        f"{first['import_s']:12.1f} s{lost:6d}",
+        flush=True,
+    )
+
+
+def costs(given: argparse.Namespace) -> None:
+    """Compare steps of jobs that save with those of jobs that do not."""
+    every = given.every or 4
+    off = {"RANNC_SNAPSHOTS": "off"} if HAS_SNAPSHOTS else {}
+    plain, saves = "without saving", f"a checkpoint every {every} steps"
+    kinds: dict[str, tuple[dict[str, str], list[str]]] = {plain: (off, []), saves: (off, [f"--every={every}"])}
+    if HAS_SNAPSHOTS:
+        kinds["snapshots = neighbour"] = ({"RANNC_SNAPSHOTS": "neighbour"}, [])
+    else:
+        print("this version has no item 'snapshots'")
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    end = WARM_UP + 2 * every
+    with home() as environment:
+        with tempfile.TemporaryDirectory() as name, training(Path(name), environment, given, ["-np", "2"]) as job:
+            job.wait("a second step", lambda: len(job.steps) >= 2)
+            job.wait_for_plans(3)  # for 2, 1 and 3 ranks: nothing is planned beside the steps that count
+        for number in range(given.rounds):
+            for kind in list(kinds)[:: -1 if number % 2 else 1]:
+                variables, options = kinds[kind]
+                with (
+                    tempfile.TemporaryDirectory() as name,
+                    training(
+                        Path(name), {**environment, **variables}, given, ["-np", "2"], f"--end={end}", *options
+                    ) as job,
+                ):
+                    job.wait(f"step {end}", lambda job=job: len(job.steps) >= end)
+                    moments = [step["at"] for step in job.steps]
+                times[kind] += [after - before for before, after in itertools.pairwise(moments[WARM_UP - 1 : end])]
+    median, mean = statistics.median(times[plain]), statistics.mean(times[plain])
+    for kind, values in times.items():
+        line = f"{kind:28} step: median {statistics.median(values):.3f} s, mean {statistics.mean(values):.3f} s"
+        if kind != plain:
+            line += f"; {statistics.median(values) / median - 1:+.1%} and {statistics.mean(values) / mean - 1:+.1%}"
+        print(line)
+    each = (statistics.mean(times[saves]) - mean) * every
+    default = Config().checkpoint_every
+    print(f"a checkpoint costs {each:.2f} s, {each / default / mean:.2%} of a step at one every {default} steps")
+    print(f"goal: at most 3 % of a step; {given.rounds} jobs of each kind, {_described(given)}")
+
+
+def _import_s() -> float:
+    """Seconds to import torch, the least of three processes."""
+    took = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=LONGEST_S)
+        took.append(time.perf_counter() - begun)
+    return min(took)
+
+
+def _described(given: argparse.Namespace) -> str:
+    width = given.width
+    size = (given.words + given.length + 2) * width + given.layers * (12 * width * width + 13 * width)
+    return (
+        f"{size / 1e6:.1f} million parameters, {given.layers} layers of width {width}, {given.rows} rows of "
+        f"{given.length}, {os.cpu_count()} cores, torch {version('torch')}"
+    )
