@@ -58,6 +58,7 @@ OWN += [
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 ELASTIC = ["elastic", "min_np", "max_np", "max_restarts", "leave_timeout", "checkpoint_every", "checkpoints_kept"]
+ELASTIC += ["drop_stragglers", "straggler_factor"]
 OWN += ELASTIC
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.

@@ -10,6 +10,7 @@ from rannd.ranks import rank_notes
 from rannd.runner.elastic.host_file import LOOK_S, HostFile
 from rannd.runner.elastic.members import Members, loses_this_machine, words
 from rannd.runner.elastic.restarts import Restarts
+from rannd.runner.elastic.slow_hosts import SlowHosts
 from rannd.runner.resources.host_list import Host
 
 _NEVER_S = 3600.0
@@ -30,6 +31,7 @@ class HostErrand:
         grace: The same after SIGTERM.
         restarts: What it counts steps for.
         say: Gets a line for the user.
+        slow: Hears of slow hosts.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class HostErrand:
         grace: float,
         restarts: Restarts,
         say: Callable[[str], None],
+        slow: SlowHosts,
     ) -> None:
         self.leave_s = grace
+        self._slow = slow
         self._file, self._members, self._here = file, members, list(here)
         self._leave_timeout, self._restarts, self._say = leave_timeout, restarts, say
         self._look_at = time.monotonic()
@@ -71,6 +75,7 @@ class HostErrand:
             self._say(STAYS.format(self._file.path))
             return
         self._members.name(named)
+        self._slow.leave_out()
         found = self._members.chosen()
         if found == self._here:
             return
@@ -102,3 +107,5 @@ class HostErrand:
                 self.left, self.left_after = True, value
             elif name == rank_notes.MOST and value:
                 self._members.possible = value
+            elif name == rank_notes.SLOW and type(percent := note.get(rank_notes.SLOW_PERCENT)) is int:
+                self._slow.take(value, percent)

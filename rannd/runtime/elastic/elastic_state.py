@@ -27,6 +27,7 @@ from rannd.runtime.comm.lockstep import Phase, agree
 from rannd.runtime.elastic.checkpoint_folders import folder_of, prune, saved_steps
 from rannd.runtime.elastic.elastic_sampler import ElasticSampler
 from rannd.runtime.elastic.leave_request import LeaveRequest
+from rannd.runtime.elastic.stragglers import Stragglers
 from rannd.runtime.module import RaNNCModule
 
 _TELL_S = 1.0
@@ -51,6 +52,7 @@ class ElasticState:
         directory: Path,
         every: int,
         kept: int,
+        straggler_factor: float,
     ) -> None:
         self.step = 0
         """Number of optimizer steps that are done."""
@@ -73,6 +75,7 @@ class ElasticState:
         self._told_at = -_TELL_S
         self._restore()
         self._leave = LeaveRequest()
+        self._stragglers = Stragglers(self._world, straggler_factor)
         inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
         inner = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         self._hook = inner.register_step_post_hook(self._count)
@@ -91,6 +94,7 @@ class ElasticState:
         if _present is self:
             _present = None
         self._leave.close()
+        self._stragglers.close()
         self._hook.remove()
         self._model._session.between_steps = None
         if self._sampler is not None:
@@ -128,9 +132,11 @@ class ElasticState:
         if self.step == self._seen:
             return
         self._seen = self.step
-        told = agree(self._world, Phase.ELASTIC, self.step, int(self._leave.asked), self._state_of_save())
-        self._settle([state for _, state in told])
-        if any(asked for asked, _ in told):
+        numbers = int(self._leave.asked), self._state_of_save(), *self._stragglers.ratios()
+        told = agree(self._world, Phase.ELASTIC, self.step, *numbers)
+        self._settle([state for _, state, *_ in told])
+        self._stragglers.take([(ratio, scaled) for _, _, ratio, scaled in told])
+        if any(asked for asked, *_ in told):
             self._end()
         if self.step - self._saved >= self._every and self._pending is None:
             self._warn(self._save(asynchronous=True))
@@ -307,6 +313,7 @@ def elastic(
         Path(directory).expanduser().absolute(),
         every or config.checkpoint_every,
         config.checkpoints_kept,
+        config.straggler_factor,
     )
     return _present
 

@@ -12,6 +12,7 @@ from rannd.runner.elastic.host_errand import HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members
 from rannd.runner.elastic.restarts import Restarts
+from rannd.runner.elastic.slow_hosts import SlowHosts
 
 
 class Fixture:
@@ -26,7 +27,9 @@ class Fixture:
         self.members.name(self.file.hosts)
         self.restarts = Restarts(10)
         here = self.members.chosen()
-        self.errand = HostErrand(self.file, self.members, here, 30.0, 5.0, self.restarts, self.said.append)
+        self.slow = SlowHosts(path.parent / "logs", self.members, True, self.said.append)
+        self.slow.begin([host.name for host in here for _ in range(host.slots)])
+        self.errand = HostErrand(self.file, self.members, here, 30.0, 5.0, self.restarts, self.said.append, self.slow)
 
     def write(self, text: str) -> None:
         """Change the file, and give the errand time to see it."""
@@ -90,6 +93,26 @@ def test_a_checkpoint_is_progress_of_a_script_that_saves_itself(made: Fixture) -
         made.errand.take_note({"saved": step})
         assert made.restarts.fail() == 0.0
     assert not made.errand.speaks
+
+
+def test_a_slow_host_is_left_out_when_the_hosts_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_file, "SETTLE_S", 0.05)
+    made = Fixture(tmp_path / "hosts", "localhost slots=2\nb\nc slots=2")
+    made.errand.take_note({"slow": 3, "slow_percent": 231})
+    assert made.slow.file.read_text() == "c 2.31\n"
+    assert "host c computes 2.3 times as long as the others" in made.said[0]
+    made.errand.run(made.left.append)
+    assert not made.left, "it alone is no reason to start again"
+    made.write("localhost slots=2\nb slots=2\nc slots=2")
+    assert made.left == [30.0]
+    assert [host.name for host in made.members.chosen()] == [made.members.named[0].name, "b"]
+
+
+@pytest.mark.parametrize("note", [{"slow": 9, "slow_percent": 200}, {"slow": 1}, {"slow": 1, "slow_percent": 2.5}])
+def test_a_slow_host_that_there_is_not_is_left_out(made: Fixture, note: dict[str, object]) -> None:
+    made.errand.take_note(note)
+    assert not made.said
+    assert not made.slow.file.exists()
 
 
 @pytest.mark.parametrize("note", [{}, {"step": "7"}, {"step": -1}, {"saved": 1.5}, {"left": True}, {"left": None}])
