@@ -12,6 +12,8 @@ from rannd.runner.resources.host_list import is_local
 
 NAME = "slow_hosts"
 """Of the file: lines of a host and its time relative to the others', slowest first."""
+MOST_PERCENT = 10**9
+"""Scripts can say anything; floats cannot be everything."""
 _FILE = PlainFile("list of slow hosts", "rannc-run --elastic", LaunchError, 1 << 20)
 
 
@@ -47,7 +49,7 @@ class SlowHosts:
 
     def take(self, rank: int, percent: int) -> None:
         """The host of a rank takes so many percent of the time of the others."""
-        if not rank < len(self._hosts) or percent < 100:  # no rank of ours says so
+        if not rank < len(self._hosts) or not 100 <= percent <= MOST_PERCENT:  # no rank of ours says so
             return
         host, factor = self._hosts[rank], percent / 100
         self._factors[host] = factor

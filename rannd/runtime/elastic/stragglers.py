@@ -91,7 +91,7 @@ class Stragglers:
         for node in sorted(found.keys() & self._suspects - self._reported):
             first, others = self._ranks_of[node][0], [each for other, each in views[0].items() if other != node]
             log.get("RaNNCModule").warning(
-                "host %s computes %.1f times as long as planned, the others %.1f times (straggler_factor = %g)",
+                "host %s computes %.2f times as long as planned, the others %.2f times (straggler_factor = %g)",
                 self._world.hosts[first],
                 views[0][node],
                 statistics.median_low(others),

@@ -108,9 +108,11 @@ def test_a_slow_host_is_left_out_when_the_hosts_change(tmp_path: Path, monkeypat
     assert [host.name for host in made.members.chosen()] == [made.members.named[0].name, "b"]
 
 
-@pytest.mark.parametrize("note", [{"slow": 9, "slow_percent": 200}, {"slow": 1}, {"slow": 1, "slow_percent": 2.5}])
-def test_a_slow_host_that_there_is_not_is_left_out(made: Fixture, note: dict[str, object]) -> None:
-    made.errand.take_note(note)
+@pytest.mark.parametrize("percent", [None, 2.5, "200", True, -200, 50, 10**4000])
+@pytest.mark.parametrize("rank", [0, 9])
+def test_a_slow_host_of_which_no_rank_speaks_is_left_out(made: Fixture, rank: int, percent: object) -> None:
+    made.errand.take_note({"slow": rank, "slow_percent": percent})
+    made.errand.take_note({"slow": 9, "slow_percent": 200})
     assert not made.said
     assert not made.slow.file.exists()
 
