@@ -57,16 +57,8 @@ OWN += [
     "offload_dir",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
-ELASTIC = [
-    "elastic",
-    "min_np",
-    "max_np",
-    "max_restarts",
-    "leave_timeout",
-    "checkpoint_every",
-    "snapshots",
-    "checkpoints_kept",
-]
+ELASTIC = ["elastic", "min_np", "max_np", "max_restarts", "leave_timeout", "straggler_factor", "drop_stragglers"]
+ELASTIC += ["checkpoint_every", "snapshots", "checkpoints_kept"]
 OWN += ELASTIC
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.

@@ -401,6 +401,20 @@ class Config:
         plan_affecting=False,
         least=0,
     )
+    drop_stragglers: bool = item(
+        False,
+        "Start an elastic job without its slow hosts when it is started again (--drop-stragglers).",
+        group=_ELASTIC,
+        plan_affecting=False,
+    )
+    straggler_factor: float = item(
+        1.5,
+        "A host of an elastic job is slow that computes so many times as long as the others, each relative to the "
+        "plan: 1 or more, rank 0's value counts; 0: none is reported.",
+        group=_ELASTIC,
+        plan_affecting=False,
+        least=0,
+    )
     checkpoint_every: int = item(
         100, "Number of steps between checkpoints of pyrannc.elastic.", group=_ELASTIC, plan_affecting=False, least=1
     )
@@ -559,6 +573,8 @@ class Config:
         ):
             if getattr(self, switch) and not getattr(self, file):
                 raise ConfigError(f"{self._told(switch)}, but {file} is empty; set {file} too")
+        if 0 < self.straggler_factor < 1:
+            raise ConfigError(f"{self._told('straggler_factor')}; set it to 1 or more, or to 0 to report no host")
         if self.partitioning_dry_run_cluster and not self.partitioning_dry_run_np:
             raise ConfigError(
                 f"{self._told('partitioning_dry_run_cluster')}, but partitioning_dry_run_np is 0; set it to the number "

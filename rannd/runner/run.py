@@ -117,6 +117,12 @@ def _default(name: str) -> str:
     metavar="S",
     help="With --elastic: seconds for ranks to save and end when hosts change.",
 )
+@click.option(
+    "--drop-stragglers/--no-drop-stragglers",
+    default=None,
+    show_default="no-drop-stragglers",
+    help="With --elastic: leave slow hosts out when the ranks are started again.",
+)
 @click.option("--plan-only", is_flag=True, help="Print the partition for -np devices, which need not exist, and exit.")
 @click.option(
     "--cluster",

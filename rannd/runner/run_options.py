@@ -27,8 +27,9 @@ FLAGS = {
     "max_np": "--max-np",
     "max_restarts": "--max-restarts",
     "leave_timeout": "--leave-timeout",
+    "drop_stragglers": "--drop-stragglers",
 }
-ELASTIC = ("elastic", "min_np", "max_np", "max_restarts", "leave_timeout")
+ELASTIC = ("elastic", "min_np", "max_np", "max_restarts", "leave_timeout", "drop_stragglers")
 """Those of elastic jobs."""
 QUIET = "--quiet"
 """Flag that is short for one value of the item log_level."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-from rannd.config import Config
+from rannd.config import Config, config_directory
 from rannd.errors import LaunchError, UsageError
 from rannd.ranks.rank_notes import RESUME_STEP
 from rannd.runner.elastic.host_errand import STAYS, HostErrand
@@ -27,6 +27,7 @@ from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members, loses_this_machine, size_of
 from rannd.runner.elastic.patience import Patience
 from rannd.runner.elastic.restarts import Restarts
+from rannd.runner.elastic.slow_hosts import SlowHosts
 from rannd.runner.hints import hints
 from rannd.runner.job import Job, prepare
 from rannd.runner.report import exit_code
@@ -78,6 +79,10 @@ class Supervisor:
             self._members.name(self._file.hosts)
         self._restarts = Restarts(items.max_restarts)
         self._patience = Patience()
+        folder = options.log_dir if options.log_dir is not None else config_directory(self._environ)
+        self._slow = SlowHosts(folder.absolute(), self._members, items.drop_stragglers, say)
+        if items.drop_stragglers and self._file is None:
+            say(f"drop_stragglers = true ({items.origin('drop_stragglers')}) has no effect without a host file")
         self._first = True
         self._saved = -1
 
@@ -96,6 +101,7 @@ class Supervisor:
             UsageError, LaunchError: The first start cannot be made, or a later one has failed too often.
         """
         before = {signum: signal.getsignal(signum) for signum in _NOTICES}
+        self._slow.clear()
         try:
             for signum, handler in before.items():
                 if handler != signal.SIG_IGN:
@@ -117,8 +123,9 @@ class Supervisor:
         job = self._tried(lambda: self._checked(self._prepared(hosts)))
         if job is None:
             return None
-        leave_s = self._items.leave_timeout
-        errand = HostErrand(self._file, self._members, hosts, leave_s, job.grace, self._restarts, self._patience, say)
+        self._slow.begin([place.host for place in job.places])
+        times = self._items.leave_timeout, job.grace
+        errand = HostErrand(self._file, self._members, hosts, *times, self._restarts, self._patience, say, self._slow)
         if self._first and not job.quiet:
             for line in hints(self._options, job):
                 say(line)
@@ -136,6 +143,7 @@ class Supervisor:
         """Return the hosts of the next start, when there are enough; [] for those that `prepare` finds itself."""
         if self._file is None:
             return []
+        self._slow.leave_out()
         told = False
         while True:
             if self._file.changed():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rannd.device import generators, identity, memory, streams
+from rannd.device.action_clock import ActionClock, Timed
 from rannd.runtime.transport.staged_transport import StagedTransport
 
 pytestmark = pytest.mark.gpu
@@ -143,3 +144,16 @@ def test_what_is_staged_is_pinned_and_has_been_computed() -> None:
     assert copy.is_pinned()
     copy.copy_(message)
     assert bool((copy.view(torch.float32) == 20).all())
+
+
+def test_actions_are_timed_without_waiting_for_them() -> None:
+    clock, total = ActionClock(CUDA), torch.zeros(SIZE, device=CUDA)
+    streams.synchronize(CUDA)
+    clock.expect(10.0, 20.0)
+    with clock:
+        _slowly(total, 200)
+    assert clock.take() == Timed(), "the device had ended before the host asked"
+    streams.synchronize(CUDA)
+    measured_us, *expected = clock.take()
+    assert measured_us > 1000
+    assert expected == [10.0, 20.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from network import Network, Node
 
 pytestmark = pytest.mark.ranks
 PROGRAM = Path(__file__).parents[1] / "e2e" / "programs" / "elastic.py"
+STRAGGLING = PROGRAM.with_name("straggling.py")
 LONG = 120.0
 
 
@@ -106,3 +108,26 @@ def test_a_node_that_is_not_ready_is_left_out(network: Callable[..., Network]) -
     assert "leaving out nowhere" in output
     training.check()
     assert training.ranks_of() == [2] * STEPS
+
+
+def test_a_slow_node_is_reported_and_left_out_of_the_next_start(network: Callable[..., Network]) -> None:
+    a, _, _ = network(3).made
+    folder = a.network.work
+    (folder / "hosts").write_text("a\nb\nc\n")
+    flags = ("--elastic", "--hostfile", "hosts", "--drop-stragglers", "--log-dir", "logs")
+    job = a.start("rannc-run", *flags, str(STRAGGLING), str(folder), "c", RANNC_PARTITION_NUM="1")
+    deadline = time.monotonic() + LONG
+    while not (folder / "logs" / "slow_hosts").exists():
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    host, factor = (folder / "logs" / "slow_hosts").read_text().split()
+    (folder / "hosts").write_text("a slots=2\nb\nc\n")
+    output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 0, output
+    assert host == "c", output
+    assert float(factor) > 1.5, output
+    assert re.search("host c computes [0-9.]+ times as long as planned, the others [0-9.]+ times", output), output
+    assert "it is left out of the next start (--drop-stragglers)" in output
+    starts = {file.name: file.read_text() for file in folder.glob("start_*")}
+    assert starts == {"start_3_0": "a", "start_3_1": "a", "start_3_2": "b"}, output

@@ -29,8 +29,9 @@ VALUES = {
     "max_np": (["--max-np", "8"], "8", "9", "10"),
     "max_restarts": (["--max-restarts", "3"], "3", "0", "5"),
     "leave_timeout": (["--leave-timeout", "60"], "60.0", "2.5", "7"),
+    "drop_stragglers": (["--drop-stragglers"], "true", "false", "false"),
 }
-OF_RANKS = {"checkpoint_every", "snapshots", "checkpoints_kept"}
+OF_RANKS = {"checkpoint_every", "snapshots", "checkpoints_kept", "straggler_factor"}
 """Items of these groups that are read by ranks."""
 
 

@@ -13,6 +13,7 @@ from rannd.runner.elastic.members import Members, loses_this_machine, size_of, w
 from rannd.runner.elastic.patience import Patience
 from rannd.runner.elastic.rescue_plan import plan_rescue
 from rannd.runner.elastic.restarts import Restarts
+from rannd.runner.elastic.slow_hosts import SlowHosts
 from rannd.runner.resources.host_list import Host
 from rannd.runner.watch.errand import HeldPart, RescueOrder
 
@@ -35,6 +36,7 @@ class HostErrand:
         restarts: What it counts steps for.
         patience: When hosts that come are worth a restart.
         say: Gets a line for the user.
+        slow: Hears of slow hosts.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class HostErrand:
         restarts: Restarts,
         patience: Patience,
         say: Callable[[str], None],
+        slow: SlowHosts,
     ) -> None:
         self.leave_s = grace
         self.rescue_s = leave_timeout
+        self._slow = slow
         self._file, self._members, self._here = file, members, list(here)
         self._leave_timeout, self._restarts, self._say = leave_timeout, restarts, say
         self._look_at = time.monotonic()
@@ -88,6 +92,7 @@ class HostErrand:
             return
         before = self._members.chosen()
         self._members.name(named)
+        self._slow.leave_out()
         found = self._members.chosen()
         if found != before:
             self._patience.change(now)
@@ -147,6 +152,8 @@ class HostErrand:
                 self.left, self.left_after = True, value
             elif name == rank_notes.MOST and value:
                 self._members.possible = value
+            elif name == rank_notes.SLOW and type(percent := note.get(rank_notes.SLOW_PERCENT)) is int:
+                self._slow.take(value, percent)
 
     def plan_rescue(self, held: Mapping[int, Sequence[HeldPart]], *, failed: bool) -> RescueOrder | None:
         """See `rannd.runner.watch.errand`: after failures, and if ranks have left without saving their last step."""

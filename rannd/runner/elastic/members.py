@@ -39,6 +39,15 @@ class Members:
         if host is not None:
             self._out[name] = host, time.monotonic() + RETRY_S
 
+    def spare(self, name: str) -> bool:
+        """Leave a host out as `leave_out` does, unless too few slots would be left; return whether it is left out."""
+        before = dict(self._out)
+        self.leave_out(name)
+        if self.chosen():
+            return True
+        self._out = before
+        return False
+
     @property
     def left_out(self) -> list[str]:
         """Hosts that do not take part, although they are named."""

@@ -44,6 +44,11 @@ class BoundStage:
     """Whether its backwards come in two halves, in calls whose backward runs inside."""
     stays_whole: bool
     """Whether parameters that replicas divide (ZeRO 3) stay whole until the last microbatch."""
+    forward_us: float = 0.0
+    backward_us: float = 0.0
+    """Times of a microbatch in the plan; 0: the graph is another one."""
+    planned_rows: float = 0.0
+    """Rows of such a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +152,19 @@ def bind(
             {name: graph.traced.constants[name] for name in parts[number].tensors if name in graph.traced.constants},
             number in split,
             deployment.stages[number].stays_whole,
+            *(_planned_piece(deployment, number) if owners is None else ()),
         )
         for number in layout.stages_of(slot)
     )
     borrowed = {} if owners is None else _borrowed(layout, parts, owners)
     return BoundGraph(graph, traffic, interleaved, slot, stages, borrowed, stage_of, deployment.zero >= 2)
+
+
+def _planned_piece(deployment: Deployment, stage: int) -> tuple[float, float, float]:
+    """Microseconds of forward and backward of a microbatch in a stage, and its rows."""
+    estimate = deployment.stages[stage].estimate
+    pieces, all_pieces = max(estimate.pieces, 1), deployment.microbatches * len(deployment.slots)
+    return estimate.forward_us / pieces, estimate.backward_us / pieces, deployment.batch_rows / all_pieces
 
 
 def _borrowed(

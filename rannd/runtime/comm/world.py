@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from rannd import log
 from rannd.config import Config
+from rannd.device.action_clock import ActionClock
 from rannd.device.identity import choose_device, device_identity, is_accelerator
 from rannd.device.memory_beside import bytes_beside
 from rannd.device.reads import LateReads
@@ -86,6 +87,8 @@ class World:
     """Values of the device that the host uses."""
     issued: Issued = field(init=False)
     """What calls of models have given the device."""
+    clock: ActionClock | None = None
+    """Times of this rank's actions; None: they are not measured."""
 
     def __post_init__(self) -> None:
         intact = self.watch.ensure_intact

@@ -30,6 +30,7 @@ from rannd.runtime.elastic.checkpoint_folders import folder_of, prune, saved_ste
 from rannd.runtime.elastic.elastic_sampler import ElasticSampler
 from rannd.runtime.elastic.leave_request import LeaveRequest
 from rannd.runtime.elastic.snapshots import Snapshots
+from rannd.runtime.elastic.stragglers import Stragglers
 from rannd.runtime.module import RaNNCModule
 
 _TELL_S = 1.0
@@ -50,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True):
     kept: int
     """Number of checkpoints."""
     snapshots: str
+    straggler_factor: float
 
 
 class ElasticState:
@@ -89,6 +91,7 @@ class ElasticState:
         self._restore()
         self._snapshots = Snapshots(self._world, settings.snapshots, directory)
         self._leave = LeaveRequest()
+        self._stragglers = Stragglers(self._world, settings.straggler_factor)
         inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
         inner = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         self._hook = inner.register_step_post_hook(self._count)
@@ -109,6 +112,7 @@ class ElasticState:
             _present = None
         self._snapshots.close()
         self._leave.close()
+        self._stragglers.close()
         self._hook.remove()
         self._model._session.between_steps = None
         if self._sampler is not None:
@@ -147,12 +151,13 @@ class ElasticState:
         if self.step == self._seen or (averaged is not None and averaged.swapped):
             return
         self._seen = self.step
-        mine = (int(self._leave.asked), self._state_of_save(), self._snapshots.ready())
+        mine = (int(self._leave.asked), self._state_of_save(), self._snapshots.ready(), *self._stragglers.ratios())
         told = agree(self._world, Phase.ELASTIC, self.step, *mine)
-        self._settle([state for _, state, _ in told])
-        if any(asked for asked, _, _ in told):
+        self._settle([state for _, state, *_ in told])
+        self._stragglers.take([(ratio, scaled) for *_, ratio, scaled in told])
+        if any(asked for asked, *_ in told):
             self._end()
-        self._snapshots.go_on([ready for _, _, ready in told], self.step, self._what)
+        self._snapshots.go_on([ready for _, _, ready, *_ in told], self.step, self._what)
         if self.step - self._saved >= self._every and self._pending is None:
             self._warn(self._save(asynchronous=True))
         if time.monotonic() - self._told_at >= _TELL_S:
@@ -346,7 +351,9 @@ def elastic(
             "pyrannc.elastic was called before, and a job saves and ends with one training; close() that state first"
         )
     config = configuration.load()
-    settings = Settings(every or config.checkpoint_every, config.checkpoints_kept, config.snapshots)
+    settings = Settings(
+        every or config.checkpoint_every, config.checkpoints_kept, config.snapshots, config.straggler_factor
+    )
     parts = {"scheduler": scheduler, "scaler": scaler, "averaged": averaged}
     place = Path(directory).expanduser().absolute()
     _present = ElasticState(model, optimizer, parts, sampler, place, settings)

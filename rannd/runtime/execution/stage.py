@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Node
 
+from rannd.device.action_clock import ActionClock
 from rannd.device.generators import States, seeded
 from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
@@ -107,6 +108,7 @@ class Computing:
         """Its outputs that are summed over all ranks."""
         self._outside = len(bound.layout.stages)
         """Stands for the ranks that get the outputs."""
+        self._clock: ActionClock | None = None
 
     # -- tensors ----------------------------------------------------------------------------------------------
 
@@ -118,6 +120,7 @@ class Computing:
     def resolve(self) -> None:
         """Look up the tensor arguments of the segments, in their order."""
         self.rest()  # a phase that has raised an error may have left values that are not those of now
+        self._clock = self._world.clock if self._stage.planned_rows else None
         self._name_of = {id(self._state[name]): name for name in self.late_arrivals if name in self._state}
         self._tensors = [
             [self._slot_tensors.find(name, self._stage.constants) for name in segment.part.tensors]
@@ -155,6 +158,7 @@ class Computing:
         saved: list[Saved] = []
         laid: dict[Node, torch.Tensor] = {}
         random: States | None = None  # as if the stage were one segment
+        self._expect(step, piece, self._stage.forward_us)
         for number, segment in enumerate(self._stage.segments):
             given = {node: values[node].detach().requires_grad_(node in differentiable) for node in segment.part.inputs}
             inputs = self._unwritten(given, number)  # it may be the script's own tensor, or part of a message buffer
@@ -201,6 +205,7 @@ class Computing:
             for node, value in saved.inputs.items()
             if node in self._entering and node in live
         }
+        self._expect(step, piece, self._stage.backward_us)
         for number, segment in reversed(list(enumerate(self._stage.segments))):
             saved = every[number]
             if not step.keep:
@@ -225,7 +230,8 @@ class Computing:
                     roots.append(value)
                     seeds.append(gradient)
             if roots:
-                with backward_again() if step.keep and self._compiled else contextlib.nullcontext():
+                again = backward_again() if step.keep and self._compiled else contextlib.nullcontext()
+                with again, self._timed():
                     torch.autograd.backward(roots, seeds, retain_graph=step.keep)
                 if self._finite.every:
                     found = {node: value.grad for node, value in inputs.items()}
@@ -315,8 +321,18 @@ class Computing:
 
         `arrived`: called with the name of each parameter whose gradient was accumulated without autograd's hooks.
         """
-        for queue in reversed(step.delayed.pop((piece, self._stage.number), [])):
-            queue.accumulate(lambda parameter: arrived(self._name_of[id(parameter)]))
+        with self._timed():  # its time is part of the backward's in the plan
+            for queue in reversed(step.delayed.pop((piece, self._stage.number), [])):
+                queue.accumulate(lambda parameter: arrived(self._name_of[id(parameter)]))
+
+    def _expect(self, step: Step, piece: int, planned_us: float) -> None:
+        """Tell the clock what the plan says of the computation that begins."""
+        if self._clock is not None:
+            self._clock.expect(planned_us, planned_us * step.pieces.rows[piece] / self._stage.planned_rows)
+
+    def _timed(self) -> AbstractContextManager[None]:
+        """Context of what is computed, without waiting for other ranks."""
+        return self._clock if self._clock is not None else contextlib.nullcontext()
 
     def _run(
         self,
@@ -338,6 +354,7 @@ class Computing:
         with (
             self._random(step, piece, random) if part.random else contextlib.nullcontext(random) as after,
             self._bound.graph.signature.mode.autocasting(),
+            self._timed(),
         ):
             rows = step.pieces.rows[piece]
             if self._compiled and not self._finite.every:

@@ -13,6 +13,7 @@ from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members
 from rannd.runner.elastic.patience import FEW, Patience
 from rannd.runner.elastic.restarts import Restarts
+from rannd.runner.elastic.slow_hosts import SlowHosts
 
 
 class Fixture:
@@ -32,8 +33,11 @@ class Fixture:
     def start(self) -> None:
         """Start the ranks on the hosts that there are."""
         here = self.members.chosen()
+        self.slow = SlowHosts(self.file.path.parent / "logs", self.members, True, self.said.append)
+        self.slow.begin([host.name for host in here for _ in range(host.slots)])
+        said = self.said.append
         self.errand = HostErrand(
-            self.file, self.members, here, 30.0, 5.0, self.restarts, self.patience, self.said.append
+            self.file, self.members, here, 30.0, 5.0, self.restarts, self.patience, said, self.slow
         )
 
     def write(self, text: str) -> None:
@@ -174,6 +178,28 @@ def test_a_checkpoint_is_progress_of_a_script_that_saves_itself(made: Fixture) -
         made.errand.take_note({"saved": step})
         assert made.restarts.fail() == 0.0
     assert not made.errand.speaks
+
+
+def test_a_slow_host_is_left_out_when_the_hosts_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_file, "SETTLE_S", 0.05)
+    made = Fixture(tmp_path / "hosts", "localhost slots=2\nb\nc slots=2")
+    made.errand.take_note({"slow": 3, "slow_percent": 231})
+    assert made.slow.file.read_text() == "c 2.31\n"
+    assert "host c computes 2.3 times as long as the others" in made.said[0]
+    made.errand.run(made.left.append)
+    assert not made.left, "it alone is no reason to start again"
+    made.write("localhost slots=2\nb slots=2\nc slots=2")
+    assert made.left == [30.0]
+    assert [host.name for host in made.members.chosen()] == [made.members.named[0].name, "b"]
+
+
+@pytest.mark.parametrize("percent", [None, 2.5, "200", True, -200, 50, 10**4000])
+@pytest.mark.parametrize("rank", [0, 9])
+def test_a_slow_host_of_which_no_rank_speaks_is_left_out(made: Fixture, rank: int, percent: object) -> None:
+    made.errand.take_note({"slow": rank, "slow_percent": percent})
+    made.errand.take_note({"slow": 9, "slow_percent": 200})
+    assert not made.said
+    assert not made.slow.file.exists()
 
 
 @pytest.mark.parametrize("note", [{}, {"step": "7"}, {"step": -1}, {"saved": 1.5}, {"left": True}, {"left": None}])

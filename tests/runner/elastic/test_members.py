@@ -63,6 +63,16 @@ def test_a_host_that_nobody_named_is_not_left_out() -> None:
     assert made.left_out == []
 
 
+def test_a_host_is_spared_if_enough_slots_are_left() -> None:
+    made = _members(A, B, C, least=4)
+    assert made.spare("c")
+    assert made.chosen() == [A, B]
+    assert made.spare("a")
+    assert made.chosen() == [B]
+    assert not made.spare("b")
+    assert made.chosen() == [B]
+
+
 def test_words() -> None:
     assert size_of([A, B]) == 6
     assert words([A, B]) == "6 ranks on a:2, b:4"

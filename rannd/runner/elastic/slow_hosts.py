@@ -1,0 +1,79 @@
+"""The hosts of an elastic job that are slower than the others: a file for the user, and who is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rannd.errors import LaunchError
+from rannd.plain_file import PlainFile
+from rannd.runner.elastic.members import Members
+from rannd.runner.resources.host_list import is_local
+
+NAME = "slow_hosts"
+"""Of the file: lines of a host and its time relative to the others', slowest first."""
+MOST_PERCENT = 10**9
+"""Scripts can say anything; floats cannot be everything."""
+_FILE = PlainFile("list of slow hosts", "rannc-run --elastic", LaunchError, 1 << 20)
+
+
+class SlowHosts:
+    """What the ranks have said of slow hosts, in all starts of a job.
+
+    Args:
+        folder: Where the file is; it is made when there is a slow host.
+        members: The hosts of the job.
+        drop: Leave slow hosts out of the next start.
+        say: Gets a line for the user.
+    """
+
+    def __init__(self, folder: Path, members: Members, drop: bool, say: Callable[[str], None]) -> None:
+        self.file = folder / NAME
+        self._members, self._drop, self._say = members, drop, say
+        self._hosts: list[str] = []
+        """Host of each rank of the present start."""
+        self._factors: dict[str, float] = {}
+        self._leaving: dict[str, float] = {}
+        """Slow hosts that are left out of the next start."""
+
+    def clear(self) -> None:
+        """Remove an earlier job's file."""
+        try:
+            self.file.unlink(missing_ok=True)
+        except OSError as error:
+            self._say(f"an earlier job's {self.file} cannot be removed: {error.strerror}; remove it yourself")
+
+    def begin(self, hosts: Sequence[str]) -> None:
+        """Take the host of each rank of a start."""
+        self._hosts = list(hosts)
+
+    def take(self, rank: int, percent: int) -> None:
+        """The host of a rank takes so many percent of the time of the others."""
+        if not rank < len(self._hosts) or not 100 <= percent <= MOST_PERCENT:  # no rank of ours says so
+            return
+        host, factor = self._hosts[rank], percent / 100
+        self._factors[host] = factor
+        written = self._write()
+        if self._drop:
+            self._leaving[host] = factor
+        leaves = "; it is left out of the next start (--drop-stragglers)" if self._drop else ""
+        self._say(f"host {host} computes {factor:.1f} times as long as the others{written}{leaves}")
+
+    def leave_out(self) -> None:
+        """Leave slow hosts out of the start whose hosts are chosen next, but not this machine, nor too many."""
+        for host in sorted(self._leaving, key=self._leaving.__getitem__, reverse=True):
+            if is_local(host):
+                self._say(f"{host} is slow, but stays: rannc-run itself runs here")
+            elif not self._members.spare(host):
+                self._say(f"{host} is slow, but stays: without it there are fewer slots than --min-np")
+        self._leaving.clear()
+
+    def _write(self) -> str:
+        """Write the file; return words on where it is."""
+        lines = [f"{host} {self._factors[host]:.2f}\n" for host in sorted(self._factors, key=self._factors.__getitem__)]
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            _FILE.write("".join(reversed(lines)).encode(), self.file)
+        except (LaunchError, OSError) as error:
+            return f" ({error})"
+        return f" ({self.file})"
