@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rannd.runner.watch.notice_socket import Notice, Noticed
+
 
 class Errand(Protocol):
     """An errand of one job, such as to look for changes of its hosts."""
@@ -20,3 +22,6 @@ class Errand(Protocol):
 
     def take_note(self, note: dict[str, Any]) -> None:
         """Take what a rank says of its training (rank_notes.py); a script can say anything there."""
+
+    def take_notice(self, notice: Notice, rank: int) -> Noticed:
+        """Take the notice that a host goes away, which was given on the machine of a rank; return the answer."""

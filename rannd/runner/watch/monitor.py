@@ -20,6 +20,7 @@ from rannd.runner.watch import processes, wire
 from rannd.runner.watch.errand import Errand
 from rannd.runner.watch.job_result import JobResult, RankEnd
 from rannd.runner.watch.line_channel import Listener, prepare
+from rannd.runner.watch.notice_socket import decode_notice
 from rannd.runner.watch.output import LineTagger, OutputQueue
 
 #: Maximum bytes of output to buffer for a slow reader before the ranks block.
@@ -329,6 +330,9 @@ class Monitor:
             self._take_end(link, payload)
         elif kind == wire.NOTE and self._errand is not None:
             self._errand.take_note(wire.decode_json(payload))
+        elif kind == wire.NOTICE and self._errand is not None:
+            answer = self._errand.take_notice(decode_notice(payload), link.rank)
+            link.send(wire.encode_json(wire.NOTICED, **answer._asdict()))
         elif kind == wire.DONE:
             self._flush(link)
             link.done = True

@@ -13,10 +13,12 @@ kind        direction           payload
 ``NOTE``    watcher -> monitor  a JSON object that the rank wrote to its notes (rannd/ranks/rank_notes.py)
 ``EXIT``    watcher -> monitor  ``{"status", "time", "tail", "ordered", "leftovers"}``
 ``DONE``    watcher -> monitor  empty: no process of the rank is left, all output was sent
+``NOTICE``  watcher -> monitor  ``{"host", "seconds"}``: a host is going away (notice_socket.py)
 ``SIGNAL``  monitor -> watcher  ``{"signal"}``: forward it to the rank
 ``STOP``    monitor -> watcher  ``{"signal"}``: forward it, SIGKILL after the grace period
 ``KILL``    monitor -> watcher  empty: SIGKILL now
 ``QUIT``    monitor -> watcher  empty: the job is over, exit
+``NOTICED`` monitor -> watcher  ``{"taken", "text"}``: the answer to the first NOTICE without one
 ==========  ==================  ========================================================
 """
 
@@ -33,11 +35,13 @@ STDERR = b"E"
 NOTE = b"N"
 EXIT = b"X"
 DONE = b"D"
+NOTICE = b"P"
 SIGNAL = b"S"
 STOP = b"T"
 KILL = b"K"
 QUIT = b"Q"
-KINDS = frozenset((HELLO, STDOUT, STDERR, NOTE, EXIT, DONE, SIGNAL, STOP, KILL, QUIT))
+NOTICED = b"A"
+KINDS = frozenset((HELLO, STDOUT, STDERR, NOTE, EXIT, DONE, NOTICE, SIGNAL, STOP, KILL, QUIT, NOTICED))
 
 #: Maximum payload in bytes.
 MAX_PAYLOAD = 1 << 20
