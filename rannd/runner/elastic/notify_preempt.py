@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rannd.errors import LaunchError
+from rannd.errors import LaunchError, UsageError
 from rannd.ranks.host_name import encodable
 from rannd.runner.resources.host_list import is_local
 from rannd.runner.watch import notice_socket, wire
@@ -19,7 +19,7 @@ ANSWER_S = 30.0
 @click.option(
     "--in",
     "seconds",
-    type=click.FloatRange(0, MOST_S),
+    type=float,
     default=120.0,
     show_default=True,
     metavar="S",
@@ -32,6 +32,8 @@ def notify_preempt(host: str, seconds: float) -> None:
     ends, and its next run goes on from there. Each job of this user answers on a line; the exit code is 0 if one has
     taken the notice, else 7.
     """
+    if not 0 <= seconds <= MOST_S:  # nor NaN
+        raise UsageError(f"--in {seconds:g} is no number of seconds from 0 to {MOST_S:g}")
     notice = Notice("" if not host or is_local(host) else host, seconds)
     answers = [answer for answer in (_answer(name, notice) for name in _listeners()) if answer is not None]
     if not answers:

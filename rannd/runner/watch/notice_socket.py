@@ -35,7 +35,7 @@ PATIENCE_S = 5.0
 """Seconds that a guest gets to say its notice."""
 MOST_S = 1e6
 """Seconds of the longest notice, eleven days."""
-_PAUSE_S = 1.0
+PAUSE_S = 1.0
 """Seconds without new connections if this process cannot have more."""
 
 
@@ -172,7 +172,7 @@ class NoticeSocket:
             except BlockingIOError:
                 return
             except OSError:  # too many open files: the listener stays readable
-                self._paused_until = time.monotonic() + _PAUSE_S
+                self._paused_until = time.monotonic() + PAUSE_S
                 return
             try:
                 own = peer_uid(channel) == os.getuid()
