@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(200, "FALSE" if self.server.seconds is None else "TRUE")
 
     def _azure(self) -> None:
-        event = {"EventId": "1", "ResourceType": "VirtualMachine", "EventStatus": "Scheduled", "EventSource": "Platform"}
+        event = {"EventId": "1", "ResourceType": "VirtualMachine", "EventStatus": "Scheduled"}
         events = [{**event, "EventType": "Freeze", "Resources": [OWN_NAME], "NotBefore": ""}]
         if self.server.seconds is not None:
             goes = format_datetime(self._goes(), usegmt=True)

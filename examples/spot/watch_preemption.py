@@ -5,7 +5,8 @@
     python watch_preemption.py azure &
 
 It asks the provider's metadata service every few seconds. On a notice it runs `rannc-run notify-preempt`, again and
-again until a job has taken it (between two starts of a job nobody listens on machines other than rannc-run's), and ends.
+again until a job has taken it, and ends: while a job is between two starts, nobody listens on machines other than that
+of rannc-run.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ def left(moment: datetime) -> float:
 
 
 def aws(address: str) -> float | None:
-    """A spot instance of EC2 has two minutes: {"action": "terminate", "time": "2026-11-25T08:22:00Z"}, before it 404."""
+    """Spot instances of EC2 have 2 minutes: {"action": "terminate", "time": "2026-11-25T08:22:00Z"}; before it 404."""
     token = ask(f"{address}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
     text = ask(f"{address}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
     return left(datetime.fromisoformat(json.loads(text)["time"]).replace(tzinfo=UTC)) if text is not None else None
 
 
 def gcp(address: str) -> float | None:
-    """A spot VM of Compute Engine has 30 seconds: TRUE, before it FALSE."""
+    """Spot VMs of Compute Engine have 30 seconds: TRUE, before it FALSE."""
     text = ask(f"{address}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
     return NOTICE_S if text is not None and text.strip() == "TRUE" else None
 
 
 def azure(address: str) -> float | None:
-    """A spot VM of Azure has 30 seconds: an event for it of the type Preempt; others are told of it as well."""
+    """Spot VMs of Azure have 30 seconds: an event for it of the type Preempt; others are told of it as well."""
     headers = {"Metadata": "true"}
     events = json.loads(ask(f"{address}/metadata/scheduledevents?api-version=2020-07-01", headers) or '{"Events": []}')
     going = [event for event in events["Events"] if event["EventType"] in ("Preempt", "Terminate")]
@@ -99,8 +100,10 @@ def main() -> int:
         if problem != failed and problem:
             print(f"watch_preemption: {problem}; asking again", file=sys.stderr, flush=True)
         failed = problem
-        if seconds is not None and subprocess.run(["rannc-run", "notify-preempt", "--in", f"{seconds:.0f}"]).returncode == 0:
-            return 0
+        if seconds is not None:
+            told = subprocess.run(["rannc-run", "notify-preempt", "--in", f"{seconds:.0f}"], check=False)
+            if told.returncode == 0:
+                return 0
         time.sleep(options.every)
 
 
