@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -81,7 +82,7 @@ def test_a_node_that_is_preempted_is_left_in_time(network: Callable[..., Network
     """The notice is given on that node, by examples/spot, for a service that is here a program on the node."""
     a, _, c = network(3).made
     training = Training(a, "a:1 b:1 c:1")
-    job = training.start(0.5)
+    job = training.start(1.0)
     training.await_step(job, 3)
     service = c.start(sys.executable, str(ROOT / "tests/metadata_service.py"), "22")
     try:
@@ -96,9 +97,14 @@ def test_a_node_that_is_preempted_is_left_in_time(network: Callable[..., Network
     assert code == 0, told
     assert re.search(r"the ranks save and end (in \d s|now), and go on without c, as 2 ranks on a:1, b:1", told)
     assert c.empty_within(LONG)
-    output, _ = job.communicate(timeout=4 * LONG)
-    assert job.returncode == 0, output
+    training.await_step(job, max(training.losses()) + 1)
+    code, told = a.run("rannc-run", "notify-preempt", "--in", "5")
+    assert (code, "rannc-run itself runs there: the ranks save and end now" in told) == (0, True), told
+    output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 128 + signal.SIGTERM, output
     assert "asking the ranks to save and end, for 2 ranks on a:1, b:1" in output
+    training.name("a:1 b:1")
+    output, _ = training.start(0.0).communicate(timeout=4 * LONG)
     training.check()
     assert all(len(made) == 1 for made in training.losses().values()), "no step was lost"
     ranks = training.ranks_of()
