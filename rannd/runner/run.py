@@ -24,13 +24,24 @@ from rannd.runner.resources.inherited import rank_here
 from rannd.runner.run_options import Options, quietly, with_flags
 from rannd.runner.starting import have_daemon, launch, ready, say, tell_end
 
+_NOTIFY = "notify-preempt"
+
 
 class _Command(click.Command):
-    """Prints rannd's errors as one message and exits with their exit code."""
+    """Prints rannd's errors as one message and exits with their exit code. One first argument is a command itself."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] != [_NOTIFY]:
+            return super().make_context(info_name, args, parent, **extra)
+        from rannd.runner.elastic.notify_preempt import notify_preempt  # few calls need it
+
+        return notify_preempt.make_context(f"{info_name} {_NOTIFY}", args[1:], parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
         except RanndError as error:
             say(str(error))
             ctx.exit(error.exit_code)
@@ -150,6 +161,9 @@ def main(
 
     All arguments after the script are passed to it. Flags override RANNC_<ITEM> variables, these override
     rannc_conf.toml: docs/configuration.md lists the items.
+
+    "rannc-run notify-preempt [HOST]" tells the elastic jobs of this machine that a host is going away: see its --help.
+    A script of this name is ./notify-preempt.
     """
     _open_closed_streams()
     here = None if check or show_config else rank_here(os.environ)

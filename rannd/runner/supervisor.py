@@ -26,6 +26,7 @@ from rannd.runner.elastic.host_errand import STAYS, HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members, loses_this_machine, size_of
 from rannd.runner.elastic.patience import Patience
+from rannd.runner.elastic.preemption import Preemptions
 from rannd.runner.elastic.restarts import Restarts
 from rannd.runner.elastic.slow_hosts import SlowHosts
 from rannd.runner.hints import hints
@@ -44,10 +45,11 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class _Ended(Exception):
-    """The job was ended by a signal while no ranks ran."""
+    """The job was ended while no ranks ran, by a signal, or as by one."""
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, why: str = "") -> None:
         self.signum = signum
+        self.why = why or signal.Signals(signum).name
 
 
 class Supervisor:
@@ -77,6 +79,8 @@ class Supervisor:
         self._members = Members(items.min_np, items.max_np)
         if self._file is not None:
             self._members.name(self._file.hosts)
+        changing, leave_timeout = self._file is not None, items.leave_timeout
+        self._notices = Preemptions(self._members, changing, leave_timeout, items.grace_period, say)
         self._restarts = Restarts(items.max_restarts)
         self._patience = Patience()
         folder = options.log_dir if options.log_dir is not None else config_directory(self._environ)
@@ -106,14 +110,16 @@ class Supervisor:
             for signum, handler in before.items():
                 if handler != signal.SIG_IGN:
                     signal.signal(signum, _end)
+            self._notices.open()
             while (code := self._start()) is None:
                 pass
             return code
         except (_Ended, KeyboardInterrupt) as exc:
-            number = exc.signum if isinstance(exc, _Ended) else int(signal.SIGINT)
-            say(f"{signal.Signals(number).name}: no ranks run, the job is not started again")
-            return 128 + number
+            end = exc if isinstance(exc, _Ended) else _Ended(signal.SIGINT)
+            say(f"{end.why}: no ranks run, the job is not started again")
+            return 128 + end.signum
         finally:
+            self._notices.close()
             for signum, handler in before.items():
                 signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
 
@@ -130,7 +136,7 @@ class Supervisor:
             for line in hints(self._options, job):
                 say(line)
         began = time.monotonic()
-        result = self._tried(lambda: launch(job, errand))
+        result = self._tried(lambda: launch(job, self._notices.beside(errand, hosts, job.places)))
         self._first = False
         if result is None:
             return None
@@ -163,7 +169,7 @@ class Supervisor:
                     f"{self._items.min_np} (--min-np)"
                 )
                 told = True
-            time.sleep(_WAIT_S)
+            self._pause(_WAIT_S)
 
     def _prepared(self, hosts: list[Host]) -> Job:
         options = self._options
@@ -233,7 +239,7 @@ class Supervisor:
             return code
         if leaving and (code or errand.left or not errand.speaks):
             self._restarts.others()
-            return None
+            return 128 + signal.SIGTERM if self._notices.over else None
         if code == 0:
             return 0
         lost = {job.places[end.rank].host for end in result.ends if end.lost}
@@ -252,8 +258,14 @@ class Supervisor:
         pause = f" in {wait:g} s" if wait else ""
         before = f"{text}\nrannc-run: " if text else ""
         say(f"{before}starting again{pause} (failure {self._restarts.failures} of at most {self._restarts.most})")
-        time.sleep(wait)
+        self._pause(wait)
         return True
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, and hear notices meanwhile."""
+        self._notices.pause(seconds)
+        if self._notices.over:
+            raise _Ended(signal.SIGTERM, "a notice")
 
     def _say_left(self, errand: HostErrand) -> None:
         newest = f"the newest checkpoint is of step {errand.saved}" if errand.saved >= 0 else "there is no checkpoint"

@@ -26,6 +26,7 @@ from rannd.runner.report import report
 from rannd.runner.watch import line_channel, monitor, wire
 from rannd.runner.watch.line_channel import Listener
 from rannd.runner.watch.monitor import JobResult, Monitor
+from rannd.runner.watch.notice_socket import MOST_S, Notice, Noticed, NoticeSocket
 
 BATCHES, ROUNDS = 5, 150
 GROWTH = 256 << 20
@@ -35,9 +36,36 @@ FRAMES = [
     ["O", "output\n"],
     ["E", "error\n"],
     ["X", {**EXIT, "status": 3, "tail": "ValueError: no", "leftovers": ["8 (python)"]}],
+    ["N", {"step": 3}],
+    ["P", {"host": "c", "seconds": 120.0}],
     ["D", ""],
 ]
 """Kind and payload of what a watcher sends."""
+
+
+class Errand:
+    """Checks what it is given."""
+
+    leave_s = 0.05
+
+    def __init__(self) -> None:
+        self.notices = 0
+
+    def due(self) -> float:
+        return time.monotonic() + LONG_S
+
+    def run(self, leave: Callable[[float], None]) -> None:
+        """Nothing."""
+
+    def take_note(self, note: dict[str, Any]) -> None:
+        assert isinstance(note, dict)
+
+    def take_notice(self, notice: Notice, rank: int) -> Noticed:
+        assert notice.host.isprintable()
+        assert 0 <= notice.seconds <= MOST_S
+        assert rank in (0, 1)
+        self.notices += 1
+        return Noticed(True, "heard")
 
 
 class Watcher:
@@ -72,7 +100,9 @@ class Watcher:
         self._channel.sendall(data)
 
 
-def run(listener: Listener, size: int, found: Found, peers: Callable[[], None]) -> JobResult:
+def run(
+    listener: Listener, size: int, found: Found, peers: Callable[[], None], errand: Errand | None = None
+) -> JobResult:
     """The monitor of a job, while `peers` connect to it; the launcher, which starts nothing, ends after them."""
     errors: list[BaseException] = []
     launcher = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -89,7 +119,7 @@ def run(listener: Listener, size: int, found: Found, peers: Callable[[], None]) 
         return event == "socket.__new__" or (event == "os.kill" and arguments[0] == launcher.pid)
 
     thread = threading.Thread(target=come)
-    watching = Monitor(listener, launcher, size, range(size), 0.05)
+    watching = Monitor(listener, launcher, size, range(size), 0.05, errand=errand)
     thread.start()
     with found.watched(allowed):
         result = watching.run()
@@ -150,6 +180,7 @@ def test_strangers(batches: int, remote: str | None) -> None:
 @pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(20 * ROUNDS, marks=pytest.mark.full)])
 def test_watchers(rounds: int, capfd: pytest.CaptureFixture[str]) -> None:
     mutator, chance, found, sent, told = Mutator(SEED + 8), random.Random(SEED), Found(), 0, 0
+    errand = Errand()
     for _ in range(rounds):
         listener = Listener("127.0.0.1")  # where another machine's pid is nobody's here
 
@@ -165,16 +196,43 @@ def test_watchers(rounds: int, capfd: pytest.CaptureFixture[str]) -> None:
             watcher.end()
             watcher.close()
 
-        result = run(listener, 2, found, come)
+        result = run(listener, 2, found, come, errand)
         assert (0, 0) in [(end.rank, end.status) for end in result.ends]
         told += bool(report(result, "mpirun", range(2), None))
     capfd.readouterr()
     assert found.violations == []
     assert found.grown < GROWTH
     assert sent > rounds
+    assert errand.notices
     assert told
     with capfd.disabled():
         print(f"{rounds} jobs with {sent} mutated frames of watchers, {told} end with a report")
+
+
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(20 * ROUNDS, marks=pytest.mark.full)])
+def test_notices_of_hosts_that_go(rounds: int) -> None:
+    """What is sent to the socket that `rannc-run notify-preempt` connects to."""
+    mutator, chance, found, heard = Mutator(SEED + 9), random.Random(SEED), Found(), 0
+    listening = NoticeSocket()
+    for _ in range(rounds):
+        with socket.socket(socket.AF_UNIX) as guest:
+            guest.connect("\0" + listening.name)
+            with contextlib.suppress(ConnectionError):
+                for data in _encoded(mutator.mutated([FRAMES[-2]]), chance):
+                    guest.sendall(data)
+            with found.watched(lambda event, arguments: event == "socket.__new__"):
+                for notice in listening.hear():
+                    assert notice.host.isprintable()
+                    assert 0 <= notice.seconds <= MOST_S
+                    heard += 1
+                    listening.answer(Noticed(True, "heard"))
+    with found.watched():
+        assert listening.hear() == [], "guests that have gone leave their places"
+    listening.close()
+    assert found.violations == []
+    assert found.grown < GROWTH
+    assert heard
+    print(f"{rounds} guests, {heard} with a notice that is one")
 
 
 def _encoded(frames: Any, chance: random.Random) -> list[bytes]:

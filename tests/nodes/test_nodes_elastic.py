@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,8 @@ from elastic_outcome import STEPS, Outcome
 from network import Network, Node
 
 pytestmark = pytest.mark.ranks
-PROGRAM = Path(__file__).parents[1] / "e2e" / "programs" / "elastic.py"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "e2e" / "programs" / "elastic.py"
 STRAGGLING = PROGRAM.with_name("straggling.py")
 LONG = 120.0
 
@@ -96,6 +99,40 @@ def test_a_node_is_lost_with_the_one_that_has_its_copies(network: Callable[..., 
     again = [step for step, made in training.losses().items() if len(made) > 1]
     assert len(again) <= 5, "checkpoints are five steps apart"
     assert a.empty_within(LONG)
+
+
+def test_a_node_that_is_preempted_is_left_in_time(network: Callable[..., Network]) -> None:
+    """The notice is given on that node, by examples/spot, for a service that is here a program on the node."""
+    a, _, c = network(3).made
+    training = Training(a, "a:1 b:1 c:1")
+    job = training.start(1.0)
+    training.await_step(job, 3)
+    service = c.start(sys.executable, str(ROOT / "tests/metadata_service.py"), "22")
+    try:
+        code, told = c.run(
+            *(sys.executable, str(ROOT / "examples/spot/watch_preemption.py"), "aws"),
+            *("--address", "http://127.0.0.1:8000", "--every", "0.2"),
+            seconds=LONG,
+        )
+    finally:
+        service.kill()
+        service.communicate()
+    assert code == 0, told
+    assert re.search(r"the ranks save and end (in \d s|now), and go on without c, as 2 ranks on a:1, b:1", told)
+    assert c.empty_within(LONG)
+    training.await_step(job, max(training.losses()) + 1)
+    code, told = a.run("rannc-run", "notify-preempt", "--in", "5")
+    assert (code, "rannc-run itself runs there: the ranks save and end now" in told) == (0, True), told
+    output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 128 + signal.SIGTERM, output
+    assert "asking the ranks to save and end, for 2 ranks on a:1, b:1" in output
+    training.name("a:1 b:1")
+    output, _ = training.start(0.0).communicate(timeout=4 * LONG)
+    training.check()
+    assert all(len(made) == 1 for made in training.losses().values()), "no step was lost"
+    ranks = training.ranks_of()
+    assert ranks == [3] * ranks.count(3) + [2] * ranks.count(2)
+    assert min(ranks.count(3), ranks.count(2)) > 0
 
 
 def test_a_node_that_is_not_ready_is_left_out(network: Callable[..., Network]) -> None:

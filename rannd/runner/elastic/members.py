@@ -33,11 +33,11 @@ class Members:
         self.named = list(hosts)
         self._out = {name: (host, until) for name, (host, until) in self._out.items() if host in self.named}
 
-    def leave_out(self, name: str) -> None:
-        """Leave a host out for a while, or until its entry changes."""
+    def leave_out(self, name: str, after_s: float = 0.0) -> None:
+        """Leave a host out until `RETRY_S` after it goes in `after_s` seconds, or until its entry changes."""
         host = next((host for host in self.named if host.name == name), None)
         if host is not None:
-            self._out[name] = host, time.monotonic() + RETRY_S
+            self._out[name] = host, time.monotonic() + after_s + RETRY_S
 
     def spare(self, name: str) -> bool:
         """Leave a host out as `leave_out` does, unless too few slots would be left; return whether it is left out."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rannd.runner.watch.notice_socket import Notice, Noticed
+
 
 @dataclass(frozen=True)
 class HeldPart:
@@ -58,3 +60,6 @@ class Errand(Protocol):
 
     def end_rescue(self, order: RescueOrder, error: str) -> None:
         """All is written, or ('' if not) `error` says why it is not."""
+
+    def take_notice(self, notice: Notice, rank: int) -> Noticed:
+        """Take the notice that a host goes away, which was given on the machine of a rank; return the answer."""

@@ -20,6 +20,7 @@ from rannd.runner.watch import processes, wire
 from rannd.runner.watch.errand import Errand, HeldPart
 from rannd.runner.watch.job_result import JobResult, RankEnd
 from rannd.runner.watch.line_channel import Listener, prepare
+from rannd.runner.watch.notice_socket import decode_notice
 from rannd.runner.watch.output import LineTagger, OutputQueue
 from rannd.runner.watch.snapshot_rescue import Rescue
 
@@ -353,6 +354,9 @@ class Monitor:
             self._take_end(link, payload)
         elif kind == wire.NOTE and self._errand is not None:
             self._errand.take_note(wire.decode_json(payload))
+        elif kind == wire.NOTICE and self._errand is not None:
+            answer = self._errand.take_notice(decode_notice(payload), link.rank)
+            link.send(wire.encode_json(wire.NOTICED, **answer._asdict()))
         elif kind == wire.DONE:
             link.held = [HeldPart(**each) for each in wire.decode_json(payload)["held"]]
             self._flush(link)

@@ -44,6 +44,7 @@ from rannd.ranks.lost_host import LOOK_S, is_lost
 from rannd.ranks.rank_variables import MPI_RANKS, torch_variables
 from rannd.runner.watch import kept_memory, processes, wire
 from rannd.runner.watch.line_channel import connect
+from rannd.runner.watch.notice_socket import NoticeSocket, decode_noticed
 
 #: Variable with the watcher's settings, removed from the environment before the rank starts.
 SETTINGS_VARIABLE = "RANND_WATCHER"
@@ -87,6 +88,7 @@ class Watcher:
         grace: Seconds between asking the rank to end and SIGKILL.
         log_dir: Directory for the rank's ``stdout``, ``stderr`` and ``error.json``, or None.
         notes: Whether the rank may tell how far it is (rank_notes.py), and keep steps in memory (memory_files.py).
+        notices: Whether this watcher hears that hosts go away (notice_socket.py).
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Watcher:
         log_dir: str | None,
         *,
         notes: bool = False,
+        notices: bool = False,
     ) -> None:
         self._monitor: socket.socket | None = monitor
         self._reader = wire.FrameReader()
@@ -134,6 +137,8 @@ class Watcher:
         self._pid, *pipes = self._start(command, self._memory, notes=notes)
         self._pipes = dict(zip(pipes, (wire.STDOUT, wire.STDERR, wire.NOTE), strict=False))
         self._note = bytearray()  # the start of a line
+        self._hears = notices
+        self._notices: NoticeSocket | None = None  # not before there is a HELLO
         monitor.setblocking(False)
 
     @staticmethod
@@ -179,10 +184,19 @@ class Watcher:
         if self._no_memory:
             message = f"rannc-run: this rank's steps cannot be kept in memory: {self._no_memory}\n"
             self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
+        if self._hears:
+            self._listen()
         while not self._quit:
             self._turn()
             if self._done and self._monitor is None:
                 return
+
+    def _listen(self) -> None:
+        try:
+            self._notices = NoticeSocket()
+        except OSError as error:
+            message = f"rannc-run: notify-preempt is not heard on {host_name()}: {error}\n"
+            self._send(wire.encode(wire.STDERR, message.encode()))
 
     def _turn(self) -> None:
         poll = select.poll()
@@ -192,6 +206,8 @@ class Watcher:
         if len(self._outgoing) < _BACKLOG:
             for fd in self._pipes:
                 poll.register(fd, select.POLLIN)
+        for fd in self._notices.descriptors() if self._notices is not None else ():
+            poll.register(fd, select.POLLIN)
         now = time.monotonic()
         due = [moment for moment in (self._deadline, self._look_at) if moment is not None]
         timeout = max(0.0, min(due) - now) * 1000 if due else None
@@ -203,6 +219,8 @@ class Watcher:
             self._read_output(fd)
         if self._monitor is not None and self._monitor.fileno() in ready:
             self._talk()
+        for notice in self._notices.hear() if self._notices is not None else ():
+            self._send(wire.encode_json(wire.NOTICE, **notice._asdict()))
         if self._look_at is not None and time.monotonic() >= self._look_at:
             self._look_for_monitor()
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -431,6 +449,8 @@ class Watcher:
                 self._rescue(wire.decode_json(payload))
             elif kind == wire.QUIT:
                 self._quit = True
+            elif kind == wire.NOTICED and self._notices is not None:
+                self._notices.answer(decode_noticed(payload))
 
     def _look_for_monitor(self) -> None:
         """Check whether the monitor's host still answers."""
@@ -445,6 +465,9 @@ class Watcher:
         assert self._monitor is not None
         self._monitor.close()
         self._monitor = None
+        if self._notices is not None:
+            self._notices.close()
+            self._notices = None
         self._outgoing.clear()
         self._stop(signal.SIGTERM)
 
@@ -479,6 +502,11 @@ def _stand_in(watcher: int) -> NoReturn:
     os._exit(0 if pid == 0 else abs(os.waitstatus_to_exitcode(status)))
 
 
+def _is_here(channel: socket.socket) -> bool:
+    """Whether the other end of a connection is on this machine."""
+    return channel.family == socket.AF_UNIX or channel.getsockname()[0] == channel.getpeername()[0]
+
+
 def _watch(settings: dict[str, Any], rank: int) -> None:
     try:
         channel = connect(settings["address"], settings["token"])
@@ -489,7 +517,10 @@ def _watch(settings: dict[str, Any], rank: int) -> None:
         log_dir = os.path.join(log_dir, f"rank_{rank}")
     try:
         notes = bool(settings.get("notes"))
-        watcher = Watcher(channel, _unshielded(sys.argv[1:]), rank, settings["grace"], log_dir, notes=notes)
+        # One on each machine but the monitor's own, where rannc-run listens itself.
+        notices = notes and os.environ.get("LOCAL_RANK") == "0" and not _is_here(channel)
+        command = _unshielded(sys.argv[1:])
+        watcher = Watcher(channel, command, rank, settings["grace"], log_dir, notes=notes, notices=notices)
     except OSError as error:
         sys.exit(f"rannc-run: rank {rank} on {host_name()} cannot start: {error}")
     # The launcher waits until its pipes are closed; the watcher may outlive it by the grace period.

@@ -15,11 +15,13 @@ kind        direction           payload
 ``DONE``    watcher -> monitor  ``{"held"}``: no process of the rank is left, all output was sent, and which parts of
                                 steps are in memory (kept_memory.py)
 ``WROTE``   watcher -> monitor  ``{"error"}``: the answer to RESCUE, '' if all is written
+``NOTICE``  watcher -> monitor  ``{"host", "seconds"}``: a host is going away (notice_socket.py)
 ``SIGNAL``  monitor -> watcher  ``{"signal"}``: forward it to the rank
 ``STOP``    monitor -> watcher  ``{"signal"}``: forward it, SIGKILL after the grace period
 ``KILL``    monitor -> watcher  empty: SIGKILL now
 ``RESCUE``  monitor -> watcher  ``{"number", "ranks", "folder"}``: write the parts of these ranks of a kept step
 ``QUIT``    monitor -> watcher  empty: the job is over, exit
+``NOTICED`` monitor -> watcher  ``{"taken", "text"}``: the answer to the first NOTICE without one
 ==========  ==================  ========================================================
 """
 
@@ -36,13 +38,15 @@ STDERR = b"E"
 NOTE = b"N"
 EXIT = b"X"
 DONE = b"D"
+NOTICE = b"P"
 SIGNAL = b"S"
 STOP = b"T"
 KILL = b"K"
 QUIT = b"Q"
 RESCUE = b"R"
 WROTE = b"W"
-KINDS = frozenset((HELLO, STDOUT, STDERR, NOTE, EXIT, DONE, SIGNAL, STOP, KILL, QUIT, RESCUE, WROTE))
+NOTICED = b"A"
+KINDS = frozenset((HELLO, STDOUT, STDERR, NOTE, EXIT, DONE, NOTICE, WROTE, SIGNAL, STOP, KILL, RESCUE, QUIT, NOTICED))
 
 #: Maximum payload in bytes.
 MAX_PAYLOAD = 1 << 20
