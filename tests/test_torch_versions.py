@@ -25,6 +25,7 @@ FOLDERS = ("rannd", "pyrannc", "bench")
 
 OTHERS = {
     "_abc_impl": "of Python's abstract classes",
+    "_asdict": "of Python's named tuples",
     "_graphs": "of rannd's Deployed, which bench/runtime.py reads",
     "_init_weights": "of transformers' models",
     "_inner": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",

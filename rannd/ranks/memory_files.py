@@ -4,7 +4,7 @@ The watcher makes them (memfd), and the rank inherits them. Each holds records o
 a training, which is this rank's own part or copies of others' parts. A record is::
 
     8 bytes      MAGIC once the record is whole, zeros before
-    8,184 bytes  header: a `Record` as JSON, filled with spaces
+    8,184 bytes  header: a `KeptPart` as JSON, filled with spaces
     blobs        as long as the header says
 
 Standard library only: the watcher runs without site-packages.
@@ -25,7 +25,7 @@ COUNT = 4
 MAGIC = b"rannd-01"
 FIRST = 8192
 """Bytes before the first blob of a record."""
-_MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 20
 RESCUED = ".rescued-"
 """Part of the name of a folder in which parts of a step are that were written after a failure."""
 
@@ -35,7 +35,7 @@ class RecordError(Exception):
 
 
 @dataclass(frozen=True)
-class Record:
+class KeptPart:
     """A rank's part of a step."""
 
     number: int
@@ -67,7 +67,7 @@ class Record:
         numbers = (self.number, self.step, self.rank, self.size, *self.lengths)
         if any(type(each) is not int or not 0 <= each < 1 << 62 for each in numbers):
             raise RecordError(f"a record has the numbers {numbers}")
-        there = self.rank < self.size <= _MOST_RANKS and os.path.isabs(self.folder)
+        there = self.rank < self.size <= MOST_RANKS and os.path.isabs(self.folder)
         if not there or len(self.names) != len(self.lengths):
             raise RecordError("a record contradicts itself")
         for name in self.names:
@@ -104,7 +104,7 @@ def given() -> list[int]:
     return found if len(found) == COUNT else []
 
 
-def records(file: int) -> Iterator[tuple[int, Record]]:
+def records(file: int) -> Iterator[tuple[int, KeptPart]]:
     """Yield the whole records of a file, each with the place of its first blob; what follows a broken one is left."""
     place = 0
     with contextlib.suppress(OSError, RecordError, ValueError, TypeError, RecursionError):
@@ -113,7 +113,7 @@ def records(file: int) -> Iterator[tuple[int, Record]]:
             start = os.pread(file, FIRST, place)
             if not start.startswith(MAGIC):
                 return
-            record = Record(**json.loads(start[len(MAGIC) :].decode(errors="surrogateescape")))
+            record = KeptPart(**json.loads(start[len(MAGIC) :].decode(errors="surrogateescape")))
             if place + record.bytes > end:
                 return
             yield place + FIRST, record

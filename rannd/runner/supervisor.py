@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar
 from rannd.config import Config, config_directory
 from rannd.errors import LaunchError, UsageError
 from rannd.ranks.rank_notes import RESUME_STEP
-from rannd.runner.elastic.host_errand import STAYS, HostErrand
+from rannd.runner.elastic.host_errand import STAYS, History, HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members, loses_this_machine, size_of
 from rannd.runner.elastic.patience import Patience
@@ -82,9 +82,9 @@ class Supervisor:
         changing, leave_timeout = self._file is not None, items.leave_timeout
         self._notices = Preemptions(self._members, changing, leave_timeout, items.grace_period, say)
         self._restarts = Restarts(items.max_restarts)
-        self._patience = Patience()
         folder = options.log_dir if options.log_dir is not None else config_directory(self._environ)
         self._slow = SlowHosts(folder.absolute(), self._members, items.drop_stragglers, say)
+        self._history = History(self._restarts, Patience(), self._slow)
         if items.drop_stragglers and self._file is None:
             say(f"drop_stragglers = true ({items.origin('drop_stragglers')}) has no effect without a host file")
         self._first = True
@@ -131,7 +131,7 @@ class Supervisor:
             return None
         self._slow.begin([place.host for place in job.places])
         times = self._items.leave_timeout, job.grace
-        errand = HostErrand(self._file, self._members, hosts, *times, self._restarts, self._patience, say, self._slow)
+        errand = HostErrand(self._file, self._members, hosts, *times, self._history, say)
         if self._first and not job.quiet:
             for line in hints(self._options, job):
                 say(line)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,11 +19,14 @@ import pytest
 from fuzz.mutation import Mutator
 from fuzz.strangers import LONG_S, SEED, Strangers
 from fuzz.watched import Found
+from idle_errand import IdleErrand
 
 from rannd.ranks import admission
 from rannd.ranks.admission import introduce
+from rannd.runner.elastic.rescue_plan import plan_rescue
 from rannd.runner.report import report
 from rannd.runner.watch import line_channel, monitor, wire
+from rannd.runner.watch.errand import HeldPart, RescueOrder
 from rannd.runner.watch.line_channel import Listener
 from rannd.runner.watch.monitor import JobResult, Monitor
 from rannd.runner.watch.notice_socket import MOST_S, Notice, Noticed, NoticeSocket
@@ -38,24 +41,19 @@ FRAMES = [
     ["X", {**EXIT, "status": 3, "tail": "ValueError: no", "leftovers": ["8 (python)"]}],
     ["N", {"step": 3}],
     ["P", {"host": "c", "seconds": 120.0}],
-    ["D", ""],
+    ["D", {"held": [{"number": 2, "step": 9, "rank": 0, "size": 1, "folder": "/nowhere"}]}],
+    ["W", {"error": "No space left on device"}],
 ]
 """Kind and payload of what a watcher sends."""
 
 
-class Errand:
+class Errand(IdleErrand):
     """Checks what it is given."""
 
-    leave_s = 0.05
+    leave_s = rescue_s = 0.05
 
     def __init__(self) -> None:
-        self.notices = 0
-
-    def due(self) -> float:
-        return time.monotonic() + LONG_S
-
-    def run(self, leave: Callable[[float], None]) -> None:
-        """Nothing."""
+        self.notices = self.rescues = 0
 
     def take_note(self, note: dict[str, Any]) -> None:
         assert isinstance(note, dict)
@@ -66,6 +64,14 @@ class Errand:
         assert rank in (0, 1)
         self.notices += 1
         return Noticed(True, "heard")
+
+    def plan_rescue(self, held: Mapping[int, Sequence[HeldPart]], *, failed: bool) -> RescueOrder | None:
+        order = plan_rescue(held, -1)
+        self.rescues += order is not None
+        return order
+
+    def end_rescue(self, order: RescueOrder, error: str) -> None:
+        assert set(order.parts) <= {0, 1}
 
 
 class Watcher:
@@ -80,7 +86,7 @@ class Watcher:
     def end(self) -> None:
         """Say that the rank has ended well."""
         self._send(wire.encode_json(wire.EXIT, **EXIT))
-        self._send(wire.encode(wire.DONE))
+        self._send(wire.encode_json(wire.DONE, held=[]))
 
     def gets(self, wanted: bytes) -> bool:
         """Whether a frame of this kind comes before the connection ends."""
@@ -148,7 +154,7 @@ def test_strangers(batches: int, remote: str | None) -> None:
             return channel
         return socket.create_connection((remote, int(listener.address[2])))
 
-    frames = [wire.encode_json(wire.HELLO, rank=0, host="host", pid=1), wire.encode(wire.DONE)]
+    frames = [wire.encode_json(wire.HELLO, rank=0, host="host", pid=1), wire.encode_json(wire.DONE, held=[])]
     strangers = Strangers(2, knock, listener.token, frames)
 
     def come() -> None:
@@ -204,6 +210,7 @@ def test_watchers(rounds: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert found.grown < GROWTH
     assert sent > rounds
     assert errand.notices
+    assert errand.rescues
     assert told
     with capfd.disabled():
         print(f"{rounds} jobs with {sent} mutated frames of watchers, {told} end with a report")
@@ -218,7 +225,7 @@ def test_notices_of_hosts_that_go(rounds: int) -> None:
         with socket.socket(socket.AF_UNIX) as guest:
             guest.connect("\0" + listening.name)
             with contextlib.suppress(ConnectionError):
-                for data in _encoded(mutator.mutated([FRAMES[-2]]), chance):
+                for data in _encoded(mutator.mutated([FRAMES[5]]), chance):
                     guest.sendall(data)
             with found.watched(lambda event, arguments: event == "socket.__new__"):
                 for notice in listening.hear():

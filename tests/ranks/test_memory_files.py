@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from rannd.ranks import memory_files
-from rannd.ranks.memory_files import FIRST, Record, RecordError
+from rannd.ranks.memory_files import FIRST, KeptPart, RecordError
 
-RECORD = Record(number=4, step=9, rank=1, size=2, folder="/somewhere/else ü", names=["one", "two"], lengths=[3, 4])
+RECORD = KeptPart(number=4, step=9, rank=1, size=2, folder="/somewhere/else ü", names=["one", "two"], lengths=[3, 4])
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def file() -> Iterator[int]:
         os.close(each)
 
 
-def write(file: int, record: Record, place: int = 0, *, whole: bool = True) -> None:
+def write(file: int, record: KeptPart, place: int = 0, *, whole: bool = True) -> None:
     os.pwrite(file, record.prefix() + b"x" * sum(record.lengths), place)
     if whole:
         memory_files.set_whole(file, place)

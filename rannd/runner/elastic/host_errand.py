@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rannd.ranks import rank_notes
@@ -24,6 +25,17 @@ STAYS = (
 )
 
 
+@dataclass(frozen=True)
+class History:
+    """What a job remembers from start to start."""
+
+    restarts: Restarts
+    """Counts failures and steps."""
+    patience: Patience
+    """Knows when hosts that come are worth a restart."""
+    slow: SlowHosts
+
+
 class HostErrand:
     """The errand of one start, see `rannd.runner.watch.errand`.
 
@@ -33,10 +45,8 @@ class HostErrand:
         here: Those on which this start's ranks run.
         leave_timeout: Seconds that ranks get to save and end if hosts change.
         grace: The same after SIGTERM.
-        restarts: What it counts steps for.
-        patience: When hosts that come are worth a restart.
+        history: What hears of the ranks' steps.
         say: Gets a line for the user.
-        slow: Hears of slow hosts.
     """
 
     def __init__(
@@ -46,19 +56,16 @@ class HostErrand:
         here: Sequence[Host],
         leave_timeout: float,
         grace: float,
-        restarts: Restarts,
-        patience: Patience,
+        history: History,
         say: Callable[[str], None],
-        slow: SlowHosts,
     ) -> None:
         self.leave_s = grace
         self.rescue_s = leave_timeout
-        self._slow = slow
+        self._restarts, self._patience, self._slow = history.restarts, history.patience, history.slow
         self._file, self._members, self._here = file, members, list(here)
-        self._leave_timeout, self._restarts, self._say = leave_timeout, restarts, say
+        self._leave_timeout, self._say = leave_timeout, say
         self._look_at = time.monotonic()
-        self._patience = patience
-        patience.start(self._look_at)
+        self._patience.start(self._look_at)
         self._join_at = math.inf
         """When the hosts that have come are worth a restart."""
         self.changing = False
@@ -94,7 +101,9 @@ class HostErrand:
         self._members.name(named)
         self._slow.leave_out()
         found = self._members.chosen()
-        if found != before:
+        if found == self._here:
+            self._join_at = math.inf  # those that had come are gone again, or one was to go and stays
+        elif found != before:
             self._patience.change(now)
             self._weigh(leave, before, found, now)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rannd.ranks.memory_files import MOST_RANKS
 from rannd.runner.watch.notice_socket import Notice, Noticed
 
 
@@ -18,6 +19,13 @@ class HeldPart:
     rank: int
     size: int
     folder: str
+
+    def __post_init__(self) -> None:
+        numbers = (self.number, self.step, self.rank, self.size)
+        if any(type(each) is not int for each in numbers) or not 0 <= self.rank < self.size <= MOST_RANKS:
+            raise ValueError(f"no part of a step has the numbers {numbers}")
+        if not isinstance(self.folder, str):
+            raise ValueError(f"{self.folder!r} is no folder")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A checkpoint of the parts that were kept in memory, and that watchers have written after a failure.
 
 The folder ``step-00000012.rescued-HEX`` beside the checkpoints has, of each rank, the file with its tensors as it would
-be in a checkpoint, ``part-RANK.msgpack`` with what is said of it (`Part`), and ``part-RANK.json``, written last, with
-sizes and checksums of both (rannd/runner/watch/kept_memory.py).
+be in a checkpoint, ``part-RANK.msgpack`` with what is said of it (`SaidPart`), and ``part-RANK.json``, written last,
+with sizes and checksums of both (rannd/runner/watch/kept_memory.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from rannd.daemon.common.printable import plain
 from rannd.errors import CheckpointError, RanndError
-from rannd.ranks.memory_files import RESCUED
+from rannd.ranks.memory_files import MOST_RANKS, RESCUED
 from rannd.runtime.checkpoint.assembling import Written, complete
 from rannd.runtime.checkpoint.content import MODEL
 from rannd.runtime.checkpoint.manifest import MANIFEST, manifest
@@ -29,10 +29,9 @@ from rannd.runtime.storage.sealing import unseal
 PART, FACTS = "part-{}.msgpack", "part-{}.json"
 _NAME = re.compile(f"step-([0-9]{{8,18}}){re.escape(RESCUED)}[0-9a-f]+")
 _LARGEST_PART, _LARGEST_FACTS = 1 << 30, 1 << 16
-_MOST_RANKS = 1 << 20
 
 
-class Part(msgspec.Struct, frozen=True):
+class SaidPart(msgspec.Struct, frozen=True):
     """What a rank says of its part of a step."""
 
     step: int
@@ -42,7 +41,7 @@ class Part(msgspec.Struct, frozen=True):
     written: Written
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: SaidPart) -> bytes:
     """As the bytes of its file."""
     return msgspec.msgpack.encode(part)
 
@@ -84,9 +83,9 @@ def make_checkpoint(folder: Path, place: Path) -> None:
 
 def _make(folder: Path, place: Path) -> None:
     first, _ = _read(folder, 0)
-    if not 0 < first.size <= _MOST_RANKS:
+    if not 0 < first.size <= MOST_RANKS:
         raise CheckpointError(f"{PART.format(0)} says that there are {first.size} ranks")
-    parts: list[Part] = []
+    parts: list[SaidPart] = []
     for rank in range(first.size):
         part, files = _read(folder, rank)
         if (part.step, part.size) != (first.step, first.size):
@@ -108,7 +107,7 @@ def _make(folder: Path, place: Path) -> None:
     draft.finish()
 
 
-def _read(folder: Path, rank: int) -> tuple[Part, dict[str, FileFacts]]:
+def _read(folder: Path, rank: int) -> tuple[SaidPart, dict[str, FileFacts]]:
     """A rank's part, and its file of tensors, if it has one."""
     path = folder / FACTS.format(rank)
     if not path.exists():
@@ -119,7 +118,7 @@ def _read(folder: Path, rank: int) -> tuple[Part, dict[str, FileFacts]]:
     if strange := [each for each in files if not is_plain_name(each)]:
         raise CheckpointError(f"{path.name} names the file {strange[0]!r}")
     with checked(folder / name, _LARGEST_PART, files.pop(name)) as file:
-        return msgspec.msgpack.decode(file.read(), type=Part), files
+        return msgspec.msgpack.decode(file.read(), type=SaidPart), files
 
 
 def _place(source: Path, target: Path) -> None:

@@ -43,7 +43,7 @@ _present: ElasticState | None = None
 """The training of this process: the ranks save and end with one alone."""
 
 
-class Settings(msgspec.Struct, frozen=True):
+class ElasticSettings(msgspec.Struct, frozen=True):
     """Configuration items that all ranks have to have alike."""
 
     every: int
@@ -64,7 +64,7 @@ class ElasticState:
         parts: dict[str, Any],
         sampler: ElasticSampler | None,
         directory: Path,
-        settings: Settings,
+        settings: ElasticSettings,
     ) -> None:
         self.step = 0
         """Number of optimizer steps that are done."""
@@ -76,7 +76,7 @@ class ElasticState:
         self._directory = directory
         self._world = model._session.world
         told = self._world.broadcast_bytes(msgspec.msgpack.encode(settings))
-        settings = msgspec.msgpack.decode(told, type=Settings)  # hosts can have other files
+        settings = msgspec.msgpack.decode(told, type=ElasticSettings)  # hosts can have other files
         self._every, self._kept = settings.every, settings.kept
         self._saved = 0
         """Step of the newest checkpoint that is whole or on its way, or that failed."""
@@ -351,7 +351,7 @@ def elastic(
             "pyrannc.elastic was called before, and a job saves and ends with one training; close() that state first"
         )
     config = configuration.load()
-    settings = Settings(
+    settings = ElasticSettings(
         every or config.checkpoint_every, config.checkpoints_kept, config.snapshots, config.straggler_factor
     )
     parts = {"scheduler": scheduler, "scaler": scaler, "averaged": averaged}

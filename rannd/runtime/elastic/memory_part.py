@@ -9,11 +9,11 @@ import torch
 
 from rannd.errors import CheckpointError
 from rannd.ranks import memory_files
-from rannd.ranks.memory_files import FIRST, Record
+from rannd.ranks.memory_files import FIRST, KeptPart
 from rannd.runtime.checkpoint.assembling import Written
 from rannd.runtime.checkpoint.content import MODEL, Content
 from rannd.runtime.checkpoint.outline import Subject, outline
-from rannd.runtime.checkpoint.rescue import PART, Part, encode_part
+from rannd.runtime.checkpoint.rescue import PART, SaidPart, encode_part
 from rannd.runtime.comm.world import World
 from rannd.runtime.storage.dcp_files import shard_name, write_values
 
@@ -49,7 +49,7 @@ def write_part(
         opened.flush()
         shard = opened.tell() - FIRST
         written = Written("", entries, {}, {name: list(path) for name, path in content.paths.items()})
-        said = encode_part(Part(step, world.size, outline, written))
+        said = encode_part(SaidPart(step, world.size, outline, written))
         opened.write(said)
         opened.flush()
         os.ftruncate(file, opened.tell())
@@ -57,7 +57,7 @@ def write_part(
     if content.values:
         names, lengths = [name, *names], [shard, *lengths]
     try:
-        prefix = Record(number, step, world.rank, world.size, folder, names, lengths).prefix()
+        prefix = KeptPart(number, step, world.rank, world.size, folder, names, lengths).prefix()
     except memory_files.RecordError as exc:
         raise CheckpointError(f"the state cannot be kept in memory: {exc}") from exc
     os.pwrite(file, prefix, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rannd.runner.elastic import host_file, members
-from rannd.runner.elastic.host_errand import HostErrand
+from rannd.runner.elastic.host_errand import History, HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members
 from rannd.runner.elastic.patience import FEW, Patience
@@ -35,10 +35,8 @@ class Fixture:
         here = self.members.chosen()
         self.slow = SlowHosts(self.file.path.parent / "logs", self.members, True, self.said.append)
         self.slow.begin([host.name for host in here for _ in range(host.slots)])
-        said = self.said.append
-        self.errand = HostErrand(
-            self.file, self.members, here, 30.0, 5.0, self.restarts, self.patience, said, self.slow
-        )
+        history = History(self.restarts, self.patience, self.slow)
+        self.errand = HostErrand(self.file, self.members, here, 30.0, 5.0, history, self.said.append)
 
     def write(self, text: str) -> None:
         """Change the file, and give the errand time to see it."""

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from rannd.runner.elastic import host_file, preemption
-from rannd.runner.elastic.host_errand import HostErrand
+from rannd.runner.elastic.host_errand import History, HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members
+from rannd.runner.elastic.patience import Patience
 from rannd.runner.elastic.preemption import LEAD_S, NoticeErrand, Preemptions
 from rannd.runner.elastic.restarts import Restarts
+from rannd.runner.elastic.slow_hosts import SlowHosts
 from rannd.runner.resources.host_list import Host, place
 from rannd.runner.watch import notice_socket
 from rannd.runner.watch.notice_socket import Notice, Noticed
@@ -41,7 +43,9 @@ class Fixture:
 
     def start(self, *hosts: Host) -> NoticeErrand:
         """Ranks run on hosts."""
-        errand = HostErrand(self.file, self.members, hosts, LEAVE_S, GRACE_S, Restarts(10), self.said.append)
+        slow = SlowHosts(Path("/nowhere"), self.members, False, self.said.append)
+        history = History(Restarts(10), Patience(), slow)
+        errand = HostErrand(self.file, self.members, hosts, LEAVE_S, GRACE_S, history, self.said.append)
         places = place(sum(host.slots for host in hosts), hosts)
         return self.notices.beside(errand, hosts if self.file is not None else [], places)
 

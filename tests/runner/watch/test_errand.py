@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from idle_errand import IdleErrand
 from monitored import run
 
 from rannd.runner.watch.line_channel import Listener
@@ -35,10 +36,8 @@ time.sleep(300)
 """
 
 
-class Errand:
+class Errand(IdleErrand):
     """Notes what it hears; `act` is called at the first note of a rank that is ready."""
-
-    leave_s = rescue_s = 60.0
 
     def __init__(self, act: Callable[[Errand], None] = lambda _: None) -> None:
         self.notes: list[dict[str, Any]] = []
@@ -58,12 +57,6 @@ class Errand:
         self.notes.append(note)
         if len(self.notes) == 1:
             self._act(self)
-
-    def plan_rescue(self, held: object, *, failed: bool) -> None:
-        assert not held, "these ranks keep nothing"
-
-    def end_rescue(self, order: object, error: str) -> None:
-        raise AssertionError("nothing was planned")
 
 
 def _ends(result: Any) -> list[int]:

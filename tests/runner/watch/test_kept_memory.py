@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import threading
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from idle_errand import IdleErrand
 from monitored import MPIRUN, SRUN, run
 
 import rannd
@@ -27,7 +27,7 @@ rank, folder, end = int(os.environ["SLURM_PROCID"]), sys.argv[1], sys.argv[2]
 own, _, copies, _ = memory.given()
 def write(file, rank, place):
     blob = bytes([rank]) * 100000
-    record = memory.Record(7, 12, rank, 2, folder, [f"file-{rank}"], [len(blob)])
+    record = memory.KeptPart(7, 12, rank, 2, folder, [f"file-{rank}"], [len(blob)])
     os.pwrite(file, record.prefix() + blob, place)
     memory.set_whole(file, place)
     return place + record.bytes
@@ -45,24 +45,13 @@ sys.exit(3 if end == "one" else int(end))
 """
 
 
-class Errand:
+class Errand(IdleErrand):
     """Plans a rescue as elastic jobs do; `at_rescue` is called when one begins."""
-
-    leave_s, rescue_s = 60.0, 60.0
 
     def __init__(self, at_rescue: Any = None) -> None:
         self.order: RescueOrder | None = None
         self.errors: list[str] = []
         self._at_rescue = at_rescue
-
-    def due(self) -> float:
-        return time.monotonic() + 60
-
-    def run(self, leave: Any) -> None:
-        pass
-
-    def take_note(self, note: dict[str, Any]) -> None:
-        pass
 
     def plan_rescue(self, held: Mapping[int, Sequence[HeldPart]], *, failed: bool) -> RescueOrder | None:
         self.order = plan_rescue(held, -1) if failed else None

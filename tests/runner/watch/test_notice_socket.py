@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from idle_errand import IdleErrand
 from monitored import run
 
 import rannd
@@ -232,7 +233,7 @@ time.sleep(300)
 """
 
 
-class Errand:
+class Errand(IdleErrand):
     """Gives a notice where the rank's watcher hears it, and lets the rank leave when it has an answer."""
 
     leave_s = LONG_S
