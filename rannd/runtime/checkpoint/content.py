@@ -76,7 +76,10 @@ class Tensor:
 
     tensor: torch.Tensor
     names: list[str]
-    holder: int
+    writer: int
+    """The rank that saves it."""
+    first: int
+    """The first rank that holds it."""
     held: bool
 
 
@@ -92,11 +95,11 @@ def state_tensors(world: World, parameters: Parameters | None, model: nn.Module)
         if name not in wanted:
             continue
         if id(tensor) not in found:
-            holder, held = 0, True
+            found[id(tensor)] = Tensor(tensor, [], 0, 0, True)
             if parameters is not None:
                 first = parameters.names[name]
-                holder, held = world.rank_of_slot[parameters.slots[first][0]], first in own
-            found[id(tensor)] = Tensor(tensor, [], holder, held)
+                holder = world.rank_of_slot[parameters.slots[first][0]]
+                found[id(tensor)] = Tensor(tensor, [], parameters.writers[first], holder, first in own)
         found[id(tensor)].names.append(name)
     return list(found.values())
 
@@ -115,9 +118,9 @@ def put_model(content: Content, world: World, parameters: Parameters | None, mod
     home = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
     holders: dict[int, int] = {}
     for each in state_tensors(world, parameters, model):
-        holders[id(each.tensor)] = each.holder
+        holders[id(each.tensor)] = each.first
         held = part_of(each.tensor)
-        if each.holder != world.rank and not (each.held and held is not None):
+        if each.writer != world.rank and not (each.held and held is not None):
             continue
         if each.tensor.is_meta or each.tensor.layout is not torch.strided:
             kind = "on the meta device" if each.tensor.is_meta else f"a {each.tensor.layout} tensor"
@@ -148,10 +151,10 @@ def average_name(name: str) -> tuple[str, ...]:
 def put_averages(content: Content, world: World, parameters: Parameters | None, averaged: AveragedModel) -> None:
     """Add the averages that this rank writes."""
     for name, value in averaged.held().items():
-        holder = 0 if parameters is None else world.rank_of_slot[parameters.slots[name][0]]
+        writer = 0 if parameters is None else parameters.writers[name]
         if isinstance(value, TensorPiece):
             content.put_pieces(average_name(name), value.flat, value.piece, value.shape)
-        elif holder == world.rank:
+        elif writer == world.rank:
             content.put(average_name(name), value.detach())
 
 

@@ -254,10 +254,10 @@ class WholeOptimizer:
         """Number of the optimizer's parameters that this rank does not have."""
         return sum(not self.holds(parameter) for group in self.groups for parameter in group)
 
-    def holder(self, parameter: torch.Tensor) -> int:
-        """The first rank that has a parameter."""
+    def writer(self, parameter: torch.Tensor) -> int:
+        """The rank that saves a parameter's state."""
         place = self._places.get(id(parameter))
-        return 0 if place is None else self.world.rank_of_slot[place[0].slots[place[1]][0]]
+        return 0 if place is None else place[0].writers[place[1]]
 
     def place(self, parameter: torch.Tensor) -> tuple[int, str] | None:
         """(number of the model, name in it); None for what belongs to no deployed model."""
@@ -273,8 +273,8 @@ class WholeOptimizer:
     def named_state(self, keys: Sequence[Sequence[Key]]) -> NamedState[Key]:
         """This rank's part of the state; `keys` are those of all parameters of each group.
 
-        The groups have all parameters, but their settings only on rank 0. Of a parameter that several ranks hold, the
-        first one's part has the state; where they share it, each has that of its piece.
+        The groups have all parameters, but their settings only on rank 0. Of a parameter that several ranks hold, one
+        of them has the state; where they share it, each has that of its piece.
         """
         self.settle()
         held, rank = self.held_keys(keys), self.world.rank
@@ -286,7 +286,7 @@ class WholeOptimizer:
                 divided, piece = self._piece(parameter)
                 if piece is not None:
                     part.pieces[key] = piece.start, piece.stop
-                if piece is not None or (not divided and self.holder(parameter) == rank):
+                if piece is not None or (not divided and self.writer(parameter) == rank):
                     mine.add(key)
         part.states = {key: state for key, state in part.states.items() if key in mine}
         settings = part.groups if rank == 0 else [{} for _ in part.groups]

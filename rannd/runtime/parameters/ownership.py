@@ -20,6 +20,7 @@ from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.context import Context
 from rannd.runtime.parameters.absent import all_present, is_absent, make_absent
 from rannd.runtime.parameters.initial_values import InitialValues
+from rannd.runtime.parameters.saved_by import divide_writing
 from rannd.runtime.parameters.tensor_swap import give, hollow
 from rannd.runtime.transport.transport import finish
 
@@ -81,6 +82,8 @@ class Parameters:
             for name, stages in owners.items()
         }
         self.own = [name for name in self.tensors if world.slot in self.slots[name]]
+        self.writers = divide_writing(self.tensors, self.slots, world.rank_of_slot)
+        """The rank that saves a tensor, by its first name."""
         settled = values.fill(self.own, self.tensors)
         if context.options.sync:
             self._from_rank_0(settled)
