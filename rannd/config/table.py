@@ -421,7 +421,7 @@ class Config:
     snapshots: str = item(
         "auto",
         "Which steps the ranks keep in memory, for the time after a failure; neighbour: each one; auto: as many as "
-        "take at most 3 % of the time.",
+        "take at most 2 % of the time.",
         group=_ELASTIC,
         plan_affecting=False,
         choices=("auto", "neighbour", "off"),

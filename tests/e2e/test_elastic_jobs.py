@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 import subprocess
 import time
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_outcome import Outcome
+from elastic_outcome import STEPS, Outcome
 from job import Job
 
 pytestmark = pytest.mark.ranks
@@ -226,3 +228,60 @@ def test_it_waits_for_enough_hosts(training: Training) -> None:
     assert process.returncode == 0, output
     training.check()
     assert set(training.ranks_of()) == {2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_twenty_random_changes(training: Training, kind: str) -> None:
+    """Slots come and go, one rank is killed, or all of them, at 20 of 24 steps; no step is lost."""
+    chance = random.Random(kind)
+    training.kind, slots = kind, 3
+    training.hosts.write_text(f"localhost slots={slots}")
+    killed = 0
+    for step in sorted(chance.sample(range(1, STEPS - 1), 20)):
+        event = chance.choice(["slots", "slots", "one", "all"])
+        if event == "slots":
+            slots = chance.choice([each for each in (1, 2, 3, 4) if each != slots])
+            # The others wait until the launcher has seen it, so that each change is one of its own.
+            wait = "import time; time.sleep(1.5)"
+            lines = [f"if rank == 0: pathlib.Path({str(training.hosts)!r}).write_text('localhost slots={slots}')", wait]
+            training.at(step, "\n".join(lines))
+        else:
+            killed += 1
+            who = f"rank == {chance.randrange(slots)}" if event == "one" else "True"
+            training.at(step, f"if {who}: os.kill(os.getpid(), 9)")
+    flags = ("--hostfile", str(training.hosts))
+    output = training.run(*flags, pause_s=0.0, RANNC_SNAPSHOTS="neighbour")
+    training.check()
+    assert output.count("starting again") == killed
+    assert output.count(": asking") == 20 - killed
+    assert all(len(made) == 1 for made in training.losses().values()), "no step was lost"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes file systems")
+def test_a_file_system_that_is_full(training: Training) -> None:
+    """Neither checkpoints nor steps in memory can be written there for a while, in which a rank is killed."""
+    directory = training.folder / "checkpoints"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)], check=True)
+    filler = directory / "filler"
+    try:
+        fill = f"""
+if rank == 0:
+    with open({str(filler)!r}, "wb", buffering=0) as file:
+        try:
+            while True: file.write(bytes(4096))
+        except OSError: pass
+"""
+        training.at(7, fill.strip())
+        training.at(13, "if rank == 1: os.kill(os.getpid(), 9)")
+        training.at(14, f"if rank == 0: pathlib.Path({str(filler)!r}).unlink()")
+        output = training.run("-np", "2", RANNC_SNAPSHOTS="neighbour")
+        training.check()
+        assert "The training goes on; the next try is in 5 steps" in output
+        assert "step 13 cannot be saved to" in output
+        assert "No space left on device; the last checkpoint: step 5" in output
+        assert [step for step, made in training.losses().items() if len(made) > 1] == list(range(6, 14))
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)

@@ -30,7 +30,7 @@ from rannd.units import amount
 
 OFF, AUTO, EACH_STEP = "off", "auto", "neighbour"
 """Values of the item `snapshots`."""
-SHARE = 0.03
+SHARE = 0.02
 """Maximum part of the time that snapshots take with `auto`."""
 _LEAST_FREE = 0.5
 """Part of the memory that is free before the first one that has to be left after it."""
