@@ -6,9 +6,9 @@ changes  A GPT of 100 million parameters (fp32, AdamW) on 4, 3 and 4 ranks of th
          first new step, those of a usual step, the rest, torch's import in it, and how many steps were made twice or,
          after the kill, lost in progress. In the rest of a change is the step that the ranks finish before they leave.
 costs    The same model on 2 ranks whose hosts stay. Steps without saving, with a checkpoint in the background every
-         --every steps (4), and with snapshots in memory (snapshots = neighbour, if this version has that item), each
-         --rounds jobs, in turns. A job's first two steps do not count; the others are two whole periods of --every.
-         Printed are the median step and the mean, which has the whole cost of a checkpoint in it.
+         --every steps (4), with each step kept in memory (snapshots = neighbour), and with as many as by default
+         (auto), each --rounds jobs, in turns. A job's first two steps do not count; the others are two whole periods of
+         --every. Printed are the median step and the mean, which has the whole cost of a checkpoint in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from rannd.config import Config
 
 SCRIPT = str(Path(__file__).with_name("_elastic_training.py"))
 RANKS = 4
-HAS_SNAPSHOTS = any(item.name == "snapshots" for item in fields(Config))
 PLANS_S = 300.0
 """Maximum seconds to wait for plans that are made in advance."""
 WARM_UP = 2
@@ -159,13 +158,11 @@ def _follow(job: Training, what: str, begun: float, steps: int, in_progress: int
 def costs(given: argparse.Namespace) -> None:
     """Compare steps of jobs that save with those of jobs that do not."""
     every = given.every or 4
-    off = {"RANNC_SNAPSHOTS": "off"} if HAS_SNAPSHOTS else {}
+    off = {"RANNC_SNAPSHOTS": "off"}
     plain, saves = "without saving", f"a checkpoint every {every} steps"
     kinds: dict[str, tuple[dict[str, str], list[str]]] = {plain: (off, []), saves: (off, [f"--every={every}"])}
-    if HAS_SNAPSHOTS:
-        kinds["snapshots = neighbour"] = ({"RANNC_SNAPSHOTS": "neighbour"}, [])
-    else:
-        print("this version has no item 'snapshots'")
+    for mode in ("neighbour", "auto"):
+        kinds[f"snapshots = {mode}"] = ({"RANNC_SNAPSHOTS": mode}, [])
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     end = WARM_UP + 2 * every
     with home() as environment:

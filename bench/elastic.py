@@ -42,11 +42,10 @@ from random import Random
 
 from rannd.runner.elastic.host_file import LOOK_S, SETTLE_S
 from rannd.runner.elastic.patience import Patience
+from rannd.runner.elastic.preemption import LEAD_S
 
 NOTICE_S = 120.0
 """From a notice to the end of the host."""
-LEAVE_BEFORE_S = 20.0
-"""Seconds before its end at which rannc-run lets the ranks leave."""
 JOIN, NOTICE, FAIL, GONE = "join", "notice", "fail", "gone"
 HOUR = 3600.0
 
@@ -102,7 +101,7 @@ class Policy:
 
 
 POLICIES = (
-    Policy("rannd", True, LOOK_S + SETTLE_S, NOTICE_S - LEAVE_BEFORE_S, True, 0.0, keeps=True, patient=True),
+    Policy("rannd", True, LOOK_S + SETTLE_S, NOTICE_S - LEAD_S, True, 0.0, keeps=True, patient=True),
     Policy("at once", True, LOOK_S + SETTLE_S, 0.0, True, 0.0, keeps=True),
     Policy("varuna", True, 60.0, NOTICE_S, ahead=False, more_s=0.0),
     Policy("restart-all", False, LOOK_S, NOTICE_S, ahead=True, more_s=30.0),

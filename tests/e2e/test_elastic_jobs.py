@@ -51,9 +51,9 @@ class Training(Outcome):
         self.started.append(process)
         return process
 
-    def run(self, *flags: str, code: int = 0, pause_s: float = 0.2, **variables: str) -> str:
+    def run(self, *flags: str, code: int = 0, pause_s: float = 0.2, seconds: float = LONG_S, **variables: str) -> str:
         process = self.start(*flags, pause_s=pause_s, **variables)
-        output, _ = process.communicate(timeout=LONG_S)
+        output, _ = process.communicate(timeout=seconds)
         assert process.returncode == code, output
         return output
 
@@ -231,6 +231,7 @@ def test_it_waits_for_enough_hosts(training: Training) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(7 * LONG_S)
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_twenty_random_changes(training: Training, kind: str) -> None:
     """Slots come and go, one rank is killed, or all of them, at 20 of 24 steps; no step is lost."""
@@ -242,16 +243,22 @@ def test_twenty_random_changes(training: Training, kind: str) -> None:
         event = chance.choice(["slots", "slots", "one", "all"])
         if event == "slots":
             slots = chance.choice([each for each in (1, 2, 3, 4) if each != slots])
-            # The others wait until the launcher has seen it, so that each change is one of its own.
-            wait = "import time; time.sleep(1.5)"
-            lines = [f"if rank == 0: pathlib.Path({str(training.hosts)!r}).write_text('localhost slots={slots}')", wait]
-            training.at(step, "\n".join(lines))
+            # All wait until they are asked to leave, so that each change is one of its own.
+            training.at(
+                step,
+                f"""
+from rannd.runtime.elastic import elastic_state
+import time
+if rank == 0: pathlib.Path({str(training.hosts)!r}).write_text('localhost slots={slots}')
+while not elastic_state._present._leave.asked: time.sleep(0.05)
+""".strip(),
+            )
         else:
             killed += 1
             who = f"rank == {chance.randrange(slots)}" if event == "one" else "True"
             training.at(step, f"if {who}: os.kill(os.getpid(), 9)")
     flags = ("--hostfile", str(training.hosts))
-    output = training.run(*flags, pause_s=0.0, RANNC_SNAPSHOTS="neighbour")
+    output = training.run(*flags, pause_s=0.0, seconds=6 * LONG_S, RANNC_SNAPSHOTS="neighbour")
     training.check()
     assert output.count("starting again") == killed
     assert output.count(": asking") == 20 - killed
