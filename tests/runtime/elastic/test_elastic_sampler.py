@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from random import Random
 from typing import Any
@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rannd.errors import UsageError
 from rannd.runtime.elastic.elastic_sampler import ElasticSampler
 
 DATA = list(range(100, 150))
+LOADERS = [
+    DataLoader,
+    pytest.param(StatefulDataLoader, marks=pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")),
+]
 
 
 def _samplers(ranks: int, batch: int = 12, **options: Any) -> list[ElasticSampler]:
@@ -94,14 +99,17 @@ def test_jobs_that_are_stopped_anywhere_see_each_sample_once(seed: int) -> None:
         assert found[epoch] == list(alone)
 
 
+@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_loader_that_reads_ahead_counts_what_the_script_was_given(workers: int, persistent: bool) -> None:
+def test_a_loader_that_reads_ahead_counts_what_the_script_was_given(
+    workers: int, persistent: bool, kind: Callable[..., Any]
+) -> None:
     (sampler,) = _samplers(1, shuffle=False)
     positions: list[int] = []
     sampler.between = lambda: positions.append(sampler.position)
     options = {"persistent_workers": True} if persistent and workers else {}
-    loader = DataLoader(
+    loader = kind(
         torch.arange(50), batch_sampler=sampler, num_workers=workers, prefetch_factor=2 if workers else None, **options
     )
     for epoch in range(2):
@@ -115,12 +123,11 @@ def test_a_loader_that_reads_ahead_counts_what_the_script_was_given(workers: int
     del loader
 
 
+@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_goes_on_in_the_middle(workers: int) -> None:
+def test_a_loader_goes_on_in_the_middle(workers: int, kind: Callable[..., Any]) -> None:
     sampler, other = _samplers(1)[0], _samplers(1)[0]
-    loader, going_on = (
-        DataLoader(torch.arange(50), batch_sampler=each, num_workers=workers) for each in (sampler, other)
-    )
+    loader, going_on = (kind(torch.arange(50), batch_sampler=each, num_workers=workers) for each in (sampler, other))
     batches = iter(loader)
     first = [next(batches).tolist() for _ in range(3)]
     other.load_state_dict(sampler.state_dict())
