@@ -105,7 +105,7 @@ def write_values(
         entries.append(
             Entry(
                 key if part is None else part.name,
-                list(aliases.get(key, ())),
+                list(aliases.get(key if part is None else part.name, ())),
                 str(value.dtype).removeprefix("torch.") if tensor else "",
                 list(value.shape) if tensor else [],
                 name,
