@@ -20,7 +20,6 @@ from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.context import Context
 from rannd.runtime.parameters.absent import all_present, is_absent, make_absent
 from rannd.runtime.parameters.initial_values import InitialValues
-from rannd.runtime.parameters.saved_by import divide_writing
 from rannd.runtime.parameters.tensor_swap import give, hollow
 from rannd.runtime.transport.transport import finish
 
@@ -261,6 +260,25 @@ class Parameters:
             finally:
                 for name, tensor in self.tensors.items():
                     tensor.data = before[name]
+
+
+def divide_writing(
+    tensors: Mapping[str, torch.Tensor], slots: Mapping[str, tuple[int, ...]], rank_of_slot: Sequence[int]
+) -> dict[str, int]:
+    """Divide what several ranks hold alike among them, by bytes, largest first; the same on all ranks.
+
+    Only trainable parameters are equal on all of them: of others, such as running means, the first rank's count.
+    """
+    found = {name: rank_of_slot[held[0]] for name, held in slots.items()}
+    shared = [name for name, each in tensors.items() if isinstance(each, nn.Parameter) and each.requires_grad]
+    load = dict.fromkeys(rank_of_slot, 0)
+    size = {name: each.numel() * each.itemsize for name, each in tensors.items()}
+    for name in size.keys() - set(shared):
+        load[found[name]] += size[name]
+    for name in sorted(shared, key=size.__getitem__, reverse=True):
+        found[name] = min((rank_of_slot[slot] for slot in slots[name]), key=lambda rank: (load[rank], rank))
+        load[found[name]] += size[name]
+    return found
 
 
 def _counted(noun: str, numbers: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rannd.runtime.parameters.saved_by import divide_writing
+from rannd.runtime.parameters.ownership import divide_writing
 
 
 def weight(count: int, *, trained: bool = True) -> nn.Parameter:
