@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -92,10 +93,12 @@ def main() -> int:
     address, seconds_left = SERVICES[options.service]
     address = (options.address or address).rstrip("/")
     failed = ""
+    if shutil.which("rannc-run") is None:
+        parser.error("rannc-run is not on PATH; a notice could not be handed on")
     while True:
         try:
             seconds, problem = seconds_left(address), ""
-        except (OSError, ValueError, KeyError) as error:  # not there for a moment, or not such a machine
+        except (OSError, ValueError, KeyError, TypeError) as error:  # not there for a moment, or not such a machine
             seconds, problem = None, f"{address}: {error!r}"
         if problem != failed and problem:
             print(f"watch_preemption: {problem}; asking again", file=sys.stderr, flush=True)

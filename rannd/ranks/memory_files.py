@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 
 VARIABLE = "RANND_MEMORY"
 """Environment variable with the files' descriptors and the process that has them: ``9,10,11,12:4711``."""
+_NAME = "rannd-part-"
 COUNT = 4
 """Number of files: this rank's own part of two steps, and copies of others' parts of two steps."""
 MAGIC = b"rannd-01"
@@ -80,7 +81,7 @@ def make() -> list[int]:
     made: list[int] = []
     try:
         for number in range(COUNT):
-            made.append(os.memfd_create(f"rannd-part-{number}", os.MFD_CLOEXEC))
+            made.append(os.memfd_create(f"{_NAME}{number}", os.MFD_CLOEXEC))
     except OSError:
         for each in made:
             os.close(each)
@@ -101,7 +102,14 @@ def given() -> list[int]:
     if owner != str(os.getpid()):
         return []
     found = [int(each) for each in numbers.split(",") if each.isdecimal()]
-    return found if len(found) == COUNT else []
+    return found if len(found) == COUNT and all(map(_is_ours, found)) else []
+
+
+def _is_ours(file: int) -> bool:
+    """Whether a descriptor is still that of such a file: a script may have closed it, and opened another."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{_NAME}")
+    return False
 
 
 def records(file: int) -> Iterator[tuple[int, KeptPart]]:

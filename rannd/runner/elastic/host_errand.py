@@ -19,6 +19,8 @@ from rannd.runner.resources.host_list import Host
 from rannd.runner.watch.errand import HeldPart, RescueOrder
 
 _NEVER_S = 3600.0
+RESCUE_S = 120.0
+"""Minimum seconds for watchers to write what ranks have left in memory."""
 STAYS = (
     "{} does not name this machine any more, but rannc-run itself runs here: the job goes on with the hosts that it "
     "had. To leave this machine, end rannc-run and start it elsewhere"
@@ -60,7 +62,7 @@ class HostErrand:
         say: Callable[[str], None],
     ) -> None:
         self.leave_s = grace
-        self.rescue_s = leave_timeout
+        self.rescue_s = max(leave_timeout, RESCUE_S)
         self._restarts, self._patience, self._slow = history.restarts, history.patience, history.slow
         self._file, self._members, self._here = file, members, list(here)
         self._leave_timeout, self._say = leave_timeout, say
@@ -78,6 +80,8 @@ class HostErrand:
         """After this step."""
         self.saved = -1
         """Step of the newest checkpoint; -1: none is known."""
+        self._whole = -1
+        """The same, of the training that `pyrannc.elastic` saves: scripts save others for purposes of their own."""
 
     def due(self) -> float:
         """Return when the file is looked at next."""
@@ -150,13 +154,15 @@ class HostErrand:
             if name == rank_notes.BEGAN:
                 self.speaks = True
                 self._restarts.begin(value)
-                self.saved = value or -1  # also of a second training in the same process
+                self.saved = self._whole = value or -1  # also of a second training in the same process
             elif name == rank_notes.STEP:
                 self._restarts.note_step(value)
                 self._patience.step(time.monotonic())
             elif name == rank_notes.SAVED:
                 self._restarts.note_step(value)
                 self.saved = max(self.saved, value)
+            elif name == rank_notes.WHOLE:
+                self._whole = value
             elif name == rank_notes.LEFT:
                 self.left, self.left_after = True, value
             elif name == rank_notes.MOST and value:
@@ -168,7 +174,7 @@ class HostErrand:
         """See `rannd.runner.watch.errand`: after failures, and if ranks have left without saving their last step."""
         if not failed and not self.left:
             return None
-        order = plan_rescue(held, self.saved)
+        order = plan_rescue(held, self._whole)
         if order is not None:
             self._say(f"saving step {order.step}, which the ranks have kept in memory")
         return order

@@ -26,7 +26,7 @@ def plan_rescue(held: Mapping[int, Sequence[HeldPart]], after: int) -> RescueOrd
         for each in records:
             key = each.number, each.step, each.size, each.folder
             found.setdefault(key, {}).setdefault(each.rank, []).append(watcher)
-    whole = [key for key, owners in found.items() if owners.keys() == set(range(key[2]))]
+    whole = [key for key, owners in found.items() if len(owners) == key[2]]
     if not whole:
         return None
     newest = max(whole)

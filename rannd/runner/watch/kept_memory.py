@@ -5,6 +5,7 @@ Standard library only, see watcher.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,17 +17,29 @@ from rannd.ranks import memory_files
 from rannd.runner.watch import processes
 
 _CHUNK = 4 << 20
+_MOST_SAID = 1 << 19
+"""Bytes of all descriptions, about."""
+_SAID = 200
+"""Bytes of one without its folder."""
 FACTS = "part-{}.json"
 """Name of the file that is written last for a rank's part: size and checksum of the others, by their names."""
 
 
 def held(files: Sequence[int]) -> list[dict[str, Any]]:
-    """Describe what is in the files: each record's fields that a plan to rescue a step needs."""
-    return [
-        {"number": each.number, "step": each.step, "rank": each.rank, "size": each.size, "folder": each.folder}
-        for file in files
-        for _, each in memory_files.records(file)
-    ]
+    """Describe what is in the files: each record's fields that a plan to rescue a step needs.
+
+    No more than fits into a message: a script can write as many as it likes.
+    """
+    found: list[dict[str, Any]] = []
+    left = _MOST_SAID
+    for file in files:
+        for _, each in memory_files.records(file):
+            left -= _SAID + 6 * len(each.folder)
+            if left < 0:
+                return found
+            fields = {"number": each.number, "step": each.step, "rank": each.rank, "size": each.size}
+            found.append({**fields, "folder": each.folder})
+    return found
 
 
 def begin_writing(files: Sequence[int], number: int, ranks: Sequence[int], folder: str) -> int:
@@ -52,16 +65,15 @@ def begin_writing(files: Sequence[int], number: int, ranks: Sequence[int], folde
 
 
 def write(files: Sequence[int], number: int, rank: int, folder: str) -> None:
-    """Write one rank's part of a kept step. OSError if it cannot be written, LookupError if it is not there.
+    """Write one rank's part of a kept step. OSError if it cannot be written, or is not there.
 
     It is not synced to the disk: a power failure here ends the job, and the next one compares checksums.
     """
-    file, place, record = next(
-        (file, place, each)
-        for file in files
-        for place, each in memory_files.records(file)
-        if each.number == number and each.rank == rank
-    )
+    found = [(file, *each) for file in files for each in memory_files.records(file)]
+    matching = [each for each in found if (each[2].number, each[2].rank) == (number, rank)]
+    if not matching:
+        raise FileNotFoundError(errno.ENOENT, f"the part of rank {rank} is not in memory")
+    file, place, record = matching[0]
     os.makedirs(folder, exist_ok=True)
     facts = {}
     for name, length in zip(record.names, record.lengths, strict=True):

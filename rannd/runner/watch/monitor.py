@@ -182,7 +182,7 @@ class Monitor:
             poll.register(launcher_pipe, select.POLLIN)
         moments = (self._stop_at, self._kill_launcher_at, self._start_by, self._look_at, self._hello_by)
         due = [moment for moment in moments if moment is not None]
-        if self._errand is not None and not self._stopping:
+        if self._errand is not None and not self._stopping and self._rescue is None:
             due.append(self._errand.due())
         if self._rescue is not None and not self._rescue.over:
             due.append(self._rescue.by)
@@ -202,7 +202,8 @@ class Monitor:
             self._receive(self._links[fd])
         if launcher_pipe is not None and not launcher_pipe.closed and launcher_pipe.fileno() in ready:
             self._hear_launcher()
-        if self._errand is not None and not self._stopping and time.monotonic() >= self._errand.due():
+        idle = self._stopping or self._rescue is not None  # no rank is left that could be asked to leave
+        if self._errand is not None and not idle and time.monotonic() >= self._errand.due():
             self._errand.run(self._leave)
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
             self._stop(signal.SIGTERM)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from rannd import log
 from rannd.daemon.common.printable import plain
 from rannd.errors import CheckpointError, RanndError
 from rannd.ranks.memory_files import MOST_RANKS, RESCUED
@@ -22,7 +23,7 @@ from rannd.runtime.checkpoint.assembling import Written, complete
 from rannd.runtime.checkpoint.content import MODEL
 from rannd.runtime.checkpoint.manifest import MANIFEST, manifest
 from rannd.runtime.checkpoint.outline import script_of
-from rannd.runtime.storage.atomic_folder import Draft
+from rannd.runtime.storage.atomic_folder import Draft, UnsyncedError
 from rannd.runtime.storage.checkpoint_file import FileFacts, checked, is_plain_name, opened
 from rannd.runtime.storage.sealing import unseal
 
@@ -59,11 +60,12 @@ def rescued(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def forget(directory: Path) -> None:
-    """Remove all that was written after failures; what cannot be removed stays."""
+def forget(directory: Path, step: int) -> None:
+    """Remove what was written after failures up to a step, which is loaded; what cannot be removed stays."""
     with contextlib.suppress(OSError):
-        for _, folder in rescued(directory):
-            shutil.rmtree(folder, ignore_errors=True)
+        for found, folder in rescued(directory):
+            if found <= step:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_checkpoint(folder: Path, place: Path) -> None:
@@ -73,11 +75,11 @@ def make_checkpoint(folder: Path, place: Path) -> None:
     """
     try:
         _make(folder, place)
-    except OSError as exc:
+    except UnsyncedError as exc:
+        log.get("RaNNCModule").warning("%s is there, but a power failure could undo that: %s", place, exc)
+    except (OSError, RanndError) as exc:
         raise CheckpointError(f"no checkpoint can be made of {folder}: {exc}") from exc
-    except RanndError as exc:
-        raise CheckpointError(f"no checkpoint can be made of {folder}: {exc}") from exc
-    except (ValueError, KeyError, TypeError, IndexError) as exc:  # what was written by somebody else
+    except Exception as exc:  # what was written by somebody else
         raise CheckpointError(plain(f"no checkpoint can be made of {folder}, which is damaged: {exc!r}")) from exc
 
 
@@ -122,8 +124,8 @@ def _read(folder: Path, rank: int) -> tuple[SaidPart, dict[str, FileFacts]]:
 
 
 def _place(source: Path, target: Path) -> None:
-    """Let a file be in the checkpoint, too; only there where the file system has no links."""
+    """Let a file be in the checkpoint, too: a copy of it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
-        os.rename(source, target)
+        shutil.copyfile(source, target)

@@ -52,6 +52,8 @@ class ElasticSettings(msgspec.Struct, frozen=True):
     """Number of checkpoints."""
     snapshots: str
     straggler_factor: float
+    directory: str
+    """As rank 0 names it: other hosts may have it elsewhere."""
 
 
 class ElasticState:
@@ -89,7 +91,7 @@ class ElasticState:
         """Step at the last time between steps."""
         self._told_at = -_TELL_S
         self._restore()
-        self._snapshots = Snapshots(self._world, settings.snapshots, directory)
+        self._snapshots = Snapshots(self._world, settings.snapshots, settings.directory)
         self._leave = LeaveRequest()
         self._stragglers = Stragglers(self._world, settings.straggler_factor)
         inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
@@ -143,6 +145,7 @@ class ElasticState:
         if self._sampler is not None:
             self._sampler.commit()
         self._await_save()
+        self._snapshots.close()  # the script may end the process groups next
         if self._whole != self.step and (error := self._save(asynchronous=False)) is not None:
             raise error
 
@@ -195,7 +198,9 @@ class ElasticState:
 
     def _finish(self, step: int) -> None:
         self._whole = step
-        if self._world.rank == 0:  # beside the training: a network file system takes its time
+        if self._world.rank == 0:
+            rank_notes.tell(**{rank_notes.WHOLE: step})
+            # beside the training: a network file system takes its time
             arguments = (self._directory, step, self._kept)
             self._pruning = threading.Thread(target=prune, args=arguments, name="rannd old checkpoints")
             self._pruning.start()
@@ -231,6 +236,7 @@ class ElasticState:
 
     def _end(self) -> None:
         """Save what is not saved, and end this process."""
+        self._snapshots.close()
         self._await_save()
         error = self._save(asynchronous=False) if self._whole != self.step else None
         if self._world.rank == 0:
@@ -261,7 +267,7 @@ class ElasticState:
             try:
                 self._load(step)
                 if self._world.rank == 0:
-                    rescue.forget(self._directory)
+                    rescue.forget(self._directory, step)
                 return
             except CheckpointError as exc:  # on all ranks
                 wrong = exc
@@ -274,17 +280,17 @@ class ElasticState:
             )
 
     def _rescue(self, steps: list[int]) -> None:
-        """Make a checkpoint of what was left of a later step after a failure, and put it in front of `steps`."""
+        """Make checkpoints of what was left after failures, and put them among `steps`: later ones may be damaged."""
         for step, folder in rescue.rescued(self._directory):
-            if steps and step <= steps[0]:
-                return
+            if step in steps:
+                continue
             try:
                 rescue.make_checkpoint(folder, folder_of(self._directory, step))
             except CheckpointError as exc:
                 log.get("RaNNCModule").warning("Step %d, kept in memory, is left out: %s", step, exc)
             else:
-                steps.insert(0, step)
-                return
+                steps.append(step)
+                steps.sort(reverse=True)
 
     def _load(self, step: int) -> None:
         found = load_checkpoint(folder_of(self._directory, step), self._model, self._optimizer, **self._parts)
@@ -351,11 +357,15 @@ def elastic(
             "pyrannc.elastic was called before, and a job saves and ends with one training; close() that state first"
         )
     config = configuration.load()
-    settings = ElasticSettings(
-        every or config.checkpoint_every, config.checkpoints_kept, config.snapshots, config.straggler_factor
-    )
     parts = {"scheduler": scheduler, "scaler": scaler, "averaged": averaged}
     place = Path(directory).expanduser().absolute()
+    settings = ElasticSettings(
+        every or config.checkpoint_every,
+        config.checkpoints_kept,
+        config.snapshots,
+        config.straggler_factor,
+        str(place),
+    )
     _present = ElasticState(model, optimizer, parts, sampler, place, settings)
     return _present
 

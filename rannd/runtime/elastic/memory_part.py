@@ -41,7 +41,7 @@ def write_part(
 ) -> None:
     """Write a part to the file in memory `file`; what was there before is lost from the beginning on.
 
-    OSError or RuntimeError (torch's) where there is no memory for it.
+    OSError or RuntimeError (torch's) where there is no memory for it; RankFailedError if a rank has failed meanwhile.
     """
     memory_files.spoil(file)
     name = shard_name(world.rank)
@@ -55,6 +55,7 @@ def write_part(
         opened.write(said)
         opened.flush()
         os.ftruncate(file, opened.tell())
+    world.watch.ensure_intact()  # reads of a device whose transfers were broken off end like any others
     names, lengths = [PART.format(world.rank)], [len(said)]
     if content.values:
         names, lengths = [name, *names], [shard, *lengths]

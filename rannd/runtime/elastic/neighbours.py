@@ -137,6 +137,8 @@ class Neighbours:
 
 def _chunks(file: int, begin: int, end: int) -> list[torch.Tensor]:
     """Bytes of a file in memory as tensors, which share it."""
+    if begin >= end:
+        return []  # a rank that cannot keep its part has an empty file
     mapped = mmap.mmap(file, end)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     return [whole[place : min(place + _CHUNK, end)] for place in range(begin, end, _CHUNK)]

@@ -13,14 +13,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rannd import log
 from rannd.device.memory import device_memory, free_memory
-from rannd.errors import RanndError
 from rannd.ranks import memory_files
 from rannd.runtime.checkpoint.outline import Subject
 from rannd.runtime.comm.world import World
@@ -44,15 +42,17 @@ class Snapshots:
     Args:
         world: The ranks.
         mode: OFF, AUTO or EACH_STEP, the same on all ranks.
-        directory: Where the checkpoints of the training are.
+        directory: Where the checkpoints of the training are, the same on all ranks.
     """
 
-    def __init__(self, world: World, mode: str, directory: Path) -> None:
+    def __init__(self, world: World, mode: str, directory: str) -> None:
         self._world, self._mode, self._directory = world, mode, directory
         files = memory_files.given() if mode != OFF else []
         # Not where another launcher runs the ranks, nor where a watcher could not make the files: then nobody keeps.
         self._on = all(each == (1,) for each in map(tuple, world.gather_numbers([int(bool(files))])))
         self._own, self._copies = files[:2], files[2:]
+        for each in files:  # of an earlier training in this process
+            os.ftruncate(each, 0)
         self._neighbours = Neighbours(world) if self._on else None
         self._began = 0.0
         self._costs: deque[float] = deque(maxlen=2)
@@ -87,6 +87,7 @@ class Snapshots:
         """
         if OVER in told and self._on:
             self._on = False
+            self._give_back()
             error = self._error or (self._neighbours.error if self._neighbours is not None else "")
             if error:
                 log.get("RaNNCModule").warning(
@@ -114,9 +115,9 @@ class Snapshots:
                 outline,
                 number=self._number,
                 step=step,
-                folder=str(self._directory),
+                folder=self._directory,
             )
-        except (RanndError, OSError, RuntimeError, MemoryError) as exc:
+        except Exception as exc:  # a scheduler's state_dict may raise anything
             self._error = str(exc) or type(exc).__name__
             os.ftruncate(self._own[turn], 0)  # nobody shall take what is half of a part
         else:
@@ -124,6 +125,13 @@ class Snapshots:
             self.step = step
         # Also after an error: the others send and take in any case.
         self._neighbours.begin(self._own[turn], self._copies[turn])
+
+    def _give_back(self) -> None:
+        """Give the memory back of the step that not all ranks have; the one before stays for a failure."""
+        assert self._neighbours is not None
+        self._neighbours.join()
+        for files in (self._own, self._copies):
+            os.ftruncate(files[self._number % 2], 0)
 
     def _check_memory(self, size: int) -> None:
         """MemoryError if what this host's ranks keep would take more than half of the memory that is free."""

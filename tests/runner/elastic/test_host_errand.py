@@ -14,6 +14,7 @@ from rannd.runner.elastic.members import Members
 from rannd.runner.elastic.patience import FEW, Patience
 from rannd.runner.elastic.restarts import Restarts
 from rannd.runner.elastic.slow_hosts import SlowHosts
+from rannd.runner.watch.errand import HeldPart
 
 
 class Fixture:
@@ -204,3 +205,15 @@ def test_a_slow_host_of_which_no_rank_speaks_is_left_out(made: Fixture, rank: in
 def test_what_no_rank_says_is_left_out(made: Fixture, note: dict[str, object]) -> None:
     made.errand.take_note(note)
     assert (made.restarts.reached, made.errand.saved, made.errand.left) == (-1, -1, False)
+
+
+def test_checkpoints_that_the_script_saves_for_itself_keep_nothing_from_being_rescued(made: Fixture) -> None:
+    held = {0: [HeldPart(3, 12, 0, 1, "/c")]}
+    made.errand.take_note({rank_notes.BEGAN: 4})
+    made.errand.take_note({rank_notes.SAVED: 5000})
+    assert made.errand.plan_rescue(held, failed=False) is None
+    order = made.errand.plan_rescue(held, failed=True)
+    assert order is not None
+    assert order.step == 12
+    made.errand.take_note({rank_notes.WHOLE: 12})
+    assert made.errand.plan_rescue(held, failed=True) is None, "it is saved"

@@ -40,6 +40,11 @@ def test_nothing_newer_than_the_last_checkpoint() -> None:
     assert plan_rescue({}, -1) is None
 
 
+def test_a_job_with_more_ranks_than_there_are_parts() -> None:
+    held = {0: [part(number, 0, 1 << 20) for number in range(1000)]}
+    assert plan_rescue(held, -1) is None
+
+
 def test_the_later_of_two_trainings_counts() -> None:
     """A second training in the same processes begins with step 1, in another folder."""
     order = plan_rescue({0: [part(3, 0, 1, step=100, folder="/a"), part(4, 0, 1, step=1, folder="/b")]}, -1)

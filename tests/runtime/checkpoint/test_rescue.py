@@ -83,7 +83,9 @@ def test_it_loads_as_any_other(training: Training, tmp_path: Path) -> None:
     pyrannc.save_checkpoint(tmp_path / "d", training.model, training.optimizer, scheduler=training.scheduler, step=2)
     names = [sorted(each.name for each in (tmp_path / place).iterdir()) for place in "cd"]
     assert names[0] == names[1]
-    rescue.forget(tmp_path)
+    rescue.forget(tmp_path, 1)
+    assert len(rescue.rescued(tmp_path)) == 1, "it is of a later step"
+    rescue.forget(tmp_path, 2)
     assert rescue.rescued(tmp_path) == []
 
 

@@ -16,6 +16,10 @@ from torch.utils.data import DataLoader
 
 import pyrannc
 from rannd.errors import CheckpointError, UsageError
+from rannd.ranks import memory_files
+from rannd.runner.elastic.rescue_plan import plan_rescue
+from rannd.runner.watch import kept_memory
+from rannd.runner.watch.errand import HeldPart
 from rannd.runtime.checkpoint import saving
 from rannd.runtime.elastic import elastic_state
 from rannd.runtime.elastic.checkpoint_folders import folder_of, saved_steps
@@ -144,6 +148,69 @@ def test_a_damaged_checkpoint_is_left_out_and_kept_until_it_is_replaced(tmp_path
     second.run(7)
     second.settle()
     assert saved_steps(tmp_path) == [7, 6]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The files that a watcher shares with this rank."""
+    monkeypatch.setenv("RANNC_SNAPSHOTS", "neighbour")
+    files = memory_files.make()
+    monkeypatch.setenv(memory_files.VARIABLE, f"{','.join(map(str, files))}:{os.getpid()}")
+    yield files
+    for each in files:
+        os.close(each)
+
+
+def _rescue(memory: list[int], after: int) -> Path:
+    """Write what is kept, as a watcher does."""
+    order = plan_rescue({0: [HeldPart(**each) for each in kept_memory.held(memory)]}, after)
+    assert order is not None
+    kept_memory.write(memory, order.number, 0, order.folder)
+    return Path(order.folder)
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["", "beside a later checkpoint that is damaged"])
+def test_a_step_in_memory_outlives_its_training(
+    tmp_path: Path, whole: tuple[torch.Tensor, list[list[int]]], memory: list[int], damaged: bool
+) -> None:
+    first = Training(tmp_path)
+    first.state.extra["best"] = 0.5
+    first.run(7)
+    first.settle()
+    folder = _rescue(memory, after=6)
+    later = memory_files.rescue_folder(str(tmp_path), 9, "0f")
+    shutil.copytree(folder, later)
+    (Path(later) / "part-0.json").unlink()
+    if damaged:
+        shutil.copytree(folder_of(tmp_path, 6), folder_of(tmp_path, 8))
+        (folder_of(tmp_path, 8) / "__0_0.distcp").write_bytes(b"")
+    second = _after(tmp_path)
+    assert (second.state.step, second.state.extra) == (7, {"best": 0.5})
+    second.run(10)
+    torch.testing.assert_close(second.weight, whole[0], rtol=0, atol=0)
+    assert first.seen[:7] + second.seen == whole[1]
+    assert not folder.exists()
+    assert Path(later).exists(), "it is of a later step, which nobody has loaded"
+
+
+def test_what_another_training_has_kept_is_not_taken(tmp_path: Path, memory: list[int]) -> None:
+    Training(tmp_path / "one").run(5)
+    assert kept_memory.held(memory)
+    _after(tmp_path / "two")
+    assert kept_memory.held(memory) == []
+
+
+def test_a_state_that_cannot_be_kept_is_told_and_the_training_goes_on(
+    tmp_path: Path, memory: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(tmp_path, every=100)
+    training.run(2)
+    training.state.extra["strange"] = object()
+    training.run(4)
+    training.state.extra.clear()
+    training.run(6)
+    assert "Steps are not kept in memory any more: extra" in caplog.text
+    assert {each["step"] for each in kept_memory.held(memory)} == {2}, "the last one that is whole"
 
 
 def test_damaged_checkpoints_alone_are_an_error(tmp_path: Path) -> None:
