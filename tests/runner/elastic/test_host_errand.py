@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rannd.ranks import rank_notes
 from rannd.runner.elastic import host_file, members
 from rannd.runner.elastic.host_errand import History, HostErrand
 from rannd.runner.elastic.host_file import HostFile
