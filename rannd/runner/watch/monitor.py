@@ -421,7 +421,7 @@ class Monitor:
             if self._stopping and self._kill_launcher_at is not None:
                 self._kill_launcher_at = min(self._kill_launcher_at, time.monotonic() + _NOBODY_EXIT)
             return  # more ranks are to start
-        if self._dismissed or self._begin_rescue():
+        if not self._dismissed and self._begin_rescue():
             return
         for link in self._joined.values():
             link.send(wire.encode(wire.QUIT))

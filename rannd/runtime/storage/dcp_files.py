@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from rannd.device.reads import read
 from rannd.runtime.storage.atomic_folder import METADATA
 from rannd.runtime.storage.checkpoint_file import FileFacts, facts
 
@@ -119,7 +120,7 @@ def write_values(
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU with a storage of its own: torch.save writes whole storages."""
-    value = tensor.detach().cpu()
+    value = read(tensor)
     return value.clone() if value.untyped_storage().nbytes() != value.numel() * value.itemsize else value
 
 
