@@ -365,7 +365,7 @@ class Config:
         group=_LAUNCH,
         plan_affecting=False,
     )
-    # --- ELASTIC: the last three are read by pyrannc.elastic, the others are flags of rannc-run
+    # --- ELASTIC: those without a flag are read by pyrannc.elastic, the others are flags of rannc-run
     elastic: bool = item(
         False,
         "Start the ranks again when the host file changes or a rank fails (--elastic, docs/elastic.md).",

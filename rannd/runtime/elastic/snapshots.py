@@ -59,8 +59,6 @@ class Snapshots:
         """Seconds that the last two took: the first one of all takes longer."""
         self._number = -1
         self._error = ""
-        self.step = -1
-        """Step that was kept last; -1: none."""
 
     def ready(self) -> int:
         """WAIT, DUE or OVER, as this rank sees it; the other ranks have to know it before anything is done."""
@@ -122,7 +120,6 @@ class Snapshots:
             os.ftruncate(self._own[turn], 0)  # nobody shall take what is half of a part
         else:
             self._costs.append(time.monotonic() - self._began)
-            self.step = step
         # Also after an error: the others send and take in any case.
         self._neighbours.begin(self._own[turn], self._copies[turn])
 
