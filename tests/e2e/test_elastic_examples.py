@@ -208,14 +208,19 @@ def asked_often(service: Service, times: int) -> None:
         time.sleep(0.02)
 
 
+def with_rannc_run(folder: Path, log: Path) -> dict[str, str]:
+    """An environment whose rannc-run, in the folder, writes its arguments to the log."""
+    (folder / "rannc-run").write_text(NOTIFY.format(log=log))
+    (folder / "rannc-run").chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 @pytest.mark.parametrize(("name", "given", "least"), [("aws", 120.0, 100), ("gcp", 30.0, 30), ("azure", 60.0, 40)])
 def test_a_notice_of_the_provider_is_handed_on(
     tmp_path: Path, service: Service, name: str, given: float, least: int
 ) -> None:
     log = tmp_path / "log"
-    (tmp_path / "rannc-run").write_text(NOTIFY.format(log=log))
-    (tmp_path / "rannc-run").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "http_proxy": "http://127.0.0.1:1"}
+    environment = {**with_rannc_run(tmp_path, log), "http_proxy": "http://127.0.0.1:1"}
     command = [sys.executable, str(WATCH), name, "--address", service.address, "--every", "0.05"]
     service.resources = ["spot_7"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as watching:
@@ -241,8 +246,9 @@ def test_a_notice_of_the_provider_is_handed_on(
 
 def test_a_service_that_is_not_there_is_told_once(tmp_path: Path, service: Service) -> None:
     service.server_close()
+    environment = with_rannc_run(tmp_path, tmp_path / "log")
     command = [sys.executable, str(WATCH), "aws", "--address", service.address, "--every", "0.05"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as watching:
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stderr is not None
         assert "Connection refused" in watching.stderr.readline()
         time.sleep(0.5)
