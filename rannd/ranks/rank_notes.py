@@ -33,6 +33,8 @@ SLOW_PERCENT = "slow_percent"
 
 RESUME_STEP = "RANND_RESUME_STEP"
 """Variable with the step of the newest checkpoint that earlier ranks have told of."""
+RESCUED_FOLDER = "RANND_RESCUED_FOLDER"
+"""Variable with the folder that parts of a step were written to after the last failure (rescue_folder)."""
 
 
 def give(descriptor: int) -> None:

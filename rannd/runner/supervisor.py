@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 
 from rannd.config import Config, config_directory
 from rannd.errors import LaunchError, UsageError
-from rannd.ranks.rank_notes import RESUME_STEP
+from rannd.ranks.rank_notes import RESCUED_FOLDER, RESUME_STEP
 from rannd.runner.elastic.host_errand import STAYS, History, HostErrand
 from rannd.runner.elastic.host_file import HostFile
 from rannd.runner.elastic.members import Members, loses_this_machine, size_of
@@ -89,6 +89,7 @@ class Supervisor:
             say(f"drop_stragglers = true ({items.origin('drop_stragglers')}) has no effect without a host file")
         self._first = True
         self._saved = -1
+        self._rescued = ""
 
     def first(self) -> Job:
         """Return the job as it would be started now.
@@ -141,6 +142,7 @@ class Supervisor:
         if result is None:
             return None
         self._saved = max(self._saved, errand.saved)
+        self._rescued = errand.rescued or self._rescued
         return self._judge(job, result, errand, time.monotonic() - began)
 
     # --- before a start ---------------------------------------------------------------------------
@@ -183,6 +185,8 @@ class Supervisor:
             job = replace(job, hosts_from=str(self._file.path))
         if self._saved >= 0:
             job = replace(job, added={**job.added, RESUME_STEP: str(self._saved)})
+        if self._rescued:
+            job = replace(job, added={**job.added, RESCUED_FOLDER: self._rescued})
         return job
 
     def _bounded(self, job: Job) -> Job:

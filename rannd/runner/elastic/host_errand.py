@@ -80,6 +80,8 @@ class HostErrand:
         """After this step."""
         self.saved = -1
         """Step of the newest checkpoint; -1: none is known."""
+        self.rescued = ""
+        """Folder of what was written after a failure; '': nothing was."""
         self._whole = -1
         """The same, of the training that `pyrannc.elastic` saves: scripts save others for purposes of their own."""
 
@@ -185,6 +187,7 @@ class HostErrand:
             before = f"step {self.saved}" if self.saved >= 0 else "none"
             self._say(f"step {order.step} cannot be saved to {order.folder}: {error}; the last checkpoint: {before}")
         else:
+            self.rescued = order.folder
             self._restarts.note_step(order.step)
 
 

@@ -37,4 +37,4 @@ def plan_rescue(held: Mapping[int, Sequence[HeldPart]], after: int) -> RescueOrd
     for rank, watchers in sorted(found[newest].items()):
         writer = rank if rank in watchers else min(watchers, key=lambda each: len(parts.get(each, ())))
         parts.setdefault(writer, []).append(rank)
-    return RescueOrder(number, step, rescue_folder(folder, step, secrets.token_hex(8)), parts)
+    return RescueOrder(number, step, rescue_folder(folder, step, secrets.token_hex(8)), parts, found[newest])

@@ -32,6 +32,7 @@ _NAMES = frozenset(
         *HOSTFILE_VARIABLES,
         rank_notes.VARIABLE,
         rank_notes.RESUME_STEP,
+        rank_notes.RESCUED_FOLDER,
         *(name for world in WORLDS for name in world if name != "SLURM_NTASKS_PER_NODE"),
         "OMPI_ARGV",
         "OMPI_COMMAND",

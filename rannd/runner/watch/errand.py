@@ -39,6 +39,8 @@ class RescueOrder:
     """Where to write them."""
     parts: Mapping[int, Sequence[int]]
     """For each watcher, by its rank, the ranks whose parts it writes."""
+    owners: Mapping[int, Sequence[int]]
+    """For each rank, the watchers that have its part."""
 
 
 class Errand(Protocol):

@@ -42,8 +42,8 @@ def held(files: Sequence[int]) -> list[dict[str, Any]]:
     return found
 
 
-def begin_writing(files: Sequence[int], number: int, ranks: Sequence[int], folder: str) -> int:
-    """Write the parts of `ranks` of a kept step into the folder, in a process of its own; return its pid.
+def begin_writing(files: Sequence[int], number: int, rank: int, folder: str) -> int:
+    """Write one rank's part of a kept step into the folder, in a process of its own; return its pid.
 
     It ends with 0, or with the errno of what has failed (255: something else).
     """
@@ -55,8 +55,7 @@ def begin_writing(files: Sequence[int], number: int, ranks: Sequence[int], folde
     try:
         processes.die_with_parent(watcher, signal.SIGKILL)
         processes.close_all_but(list(files))  # a disk that hangs must not keep the monitor's socket open
-        for rank in ranks:
-            write(files, number, rank, folder)
+        write(files, number, rank, folder)
         code = 0
     except OSError as error:
         code = min(error.errno or 255, 255)

@@ -439,11 +439,13 @@ class Monitor:
             there = {link.rank: link.held for link in self._links.values() if link.held}
             order = self._errand.plan_rescue(there, failed=failed)
             if order is not None:
-                self._rescue = Rescue(order, self._errand.rescue_s)
                 self._stop_at = self._kill_launcher_at = None  # it ends with the watchers; srun would take them along
-                for rank, parts in order.parts.items():
-                    fields = {"number": order.number, "ranks": list(parts), "folder": order.folder}
-                    self._joined[rank].send(wire.encode_json(wire.RESCUE, **fields))
+
+                def ask(watcher: int, part: int) -> None:
+                    fields = {"number": order.number, "rank": part, "folder": order.folder}
+                    self._joined[watcher].send(wire.encode_json(wire.RESCUE, **fields))
+
+                self._rescue = Rescue(order, ask, self._errand.rescue_s)
         if self._rescue is None:
             return False
         if self._rescue.over:
@@ -458,7 +460,7 @@ class Monitor:
             self._say("lost the process that watches a rank before it had told which rank: ending the job")
             self._stop(signal.SIGTERM)
         if self._rescue is not None and not self._rescue.over:
-            self._rescue.take(link.rank, f"{link.host}: {NO_ANSWER if lost else 'its watcher was killed'}")
+            self._rescue.lose(link.rank, f"{link.host}: {NO_ANSWER if lost else 'its watcher was killed'}")
             self._dismiss_if_over()
         if link.rank < 0 or link.done:
             return

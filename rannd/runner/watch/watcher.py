@@ -355,7 +355,7 @@ class Watcher:
     def _rescue(self, order: dict[str, Any]) -> None:
         """Write what the rank has left in memory, in a process of its own."""
         try:
-            self._writer = kept_memory.begin_writing(self._memory, order["number"], order["ranks"], order["folder"])
+            self._writer = kept_memory.begin_writing(self._memory, order["number"], order["rank"], order["folder"])
         except OSError as error:
             self._send(wire.encode_json(wire.WROTE, error=str(error)))
 

@@ -14,12 +14,12 @@ kind        direction           payload
 ``EXIT``    watcher -> monitor  ``{"status", "time", "tail", "ordered", "leftovers"}``
 ``DONE``    watcher -> monitor  ``{"held"}``: no process of the rank is left, all output was sent, and which parts of
                                 steps are in memory (kept_memory.py)
-``WROTE``   watcher -> monitor  ``{"error"}``: the answer to RESCUE, '' if all is written
+``WROTE``   watcher -> monitor  ``{"error"}``: the answer to RESCUE, '' if the part is written
 ``NOTICE``  watcher -> monitor  ``{"host", "seconds"}``: a host is going away (notice_socket.py)
 ``SIGNAL``  monitor -> watcher  ``{"signal"}``: forward it to the rank
 ``STOP``    monitor -> watcher  ``{"signal"}``: forward it, SIGKILL after the grace period
 ``KILL``    monitor -> watcher  empty: SIGKILL now
-``RESCUE``  monitor -> watcher  ``{"number", "ranks", "folder"}``: write the parts of these ranks of a kept step
+``RESCUE``  monitor -> watcher  ``{"number", "rank", "folder"}``: write this rank's part of a kept step
 ``QUIT``    monitor -> watcher  empty: the job is over, exit
 ``NOTICED`` monitor -> watcher  ``{"taken", "text"}``: the answer to the first NOTICE without one
 ==========  ==================  ========================================================

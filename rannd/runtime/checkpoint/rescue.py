@@ -47,15 +47,20 @@ def encode_part(part: SaidPart) -> bytes:
     return msgspec.msgpack.encode(part)
 
 
-def rescued(directory: Path) -> list[tuple[int, Path]]:
+def rescued(directory: Path, told: str = "") -> list[tuple[int, Path]]:
     """Steps of which parts were written after a failure, and their folders; the newest first.
+
+    `told`: a folder that is known of. NFS may list the directory as it was half a minute ago.
 
     OSError where the directory cannot be read.
     """
     try:
-        names = [each.name for each in directory.iterdir()]
+        names = {each.name for each in directory.iterdir()}
     except FileNotFoundError:
         return []
+    name = os.path.basename(told)
+    if told == str(directory / name) and os.path.isdir(told):
+        names.add(name)
     found = ((int(match[1]), directory / name) for name in names if (match := _NAME.fullmatch(name)))
     return sorted(found, reverse=True)
 

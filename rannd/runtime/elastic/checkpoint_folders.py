@@ -19,13 +19,19 @@ def folder_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-def saved_steps(directory: Path) -> list[int]:
-    """Steps of which there are checkpoints, the newest first. OSError where the directory cannot be read."""
+def saved_steps(directory: Path, told: int | None = None) -> list[int]:
+    """Steps of which there are checkpoints, the newest first. OSError where the directory cannot be read.
+
+    `told`: a step that is known of. NFS may list the directory as it was half a minute ago.
+    """
     try:
-        names = [each.name for each in directory.iterdir() if (each / MANIFEST).is_file()]
+        names = {each.name for each in directory.iterdir()}
     except FileNotFoundError:
         return []
-    return sorted((int(found[1]) for name in names if (found := _NAME.fullmatch(name))), reverse=True)
+    if told is not None:
+        names.add(folder_of(directory, told).name)
+    whole = [name for name in names if _NAME.fullmatch(name) and (directory / name / MANIFEST).is_file()]
+    return sorted((int(name.removeprefix("step-")) for name in whole), reverse=True)
 
 
 def prune(directory: Path, newest: int, kept: int) -> None:

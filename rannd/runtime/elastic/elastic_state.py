@@ -256,7 +256,7 @@ class ElasticState:
         error = ""
         if self._world.rank == 0:
             try:
-                steps = saved_steps(self._directory)
+                steps = saved_steps(self._directory, resume_step())
                 self._rescue(steps)
             except OSError as exc:
                 error = f"{self._directory} cannot be read: {exc}; name a directory that all ranks can use"
@@ -281,7 +281,7 @@ class ElasticState:
 
     def _rescue(self, steps: list[int]) -> None:
         """Make checkpoints of what was left after failures, and put them among `steps`: later ones may be damaged."""
-        for step, folder in rescue.rescued(self._directory):
+        for step, folder in rescue.rescued(self._directory, os.environ.get(rank_notes.RESCUED_FOLDER, "")):
             if step in steps:
                 continue
             try:

@@ -163,3 +163,21 @@ def test_damaged_tensors_are_found_when_they_are_loaded(training: Training, tmp_
     rescue.make_checkpoint(folder, tmp_path / "c")
     with pytest.raises(CheckpointError, match="damaged"):
         pyrannc.load_checkpoint(tmp_path / "c", training.model, training.optimizer)
+
+
+def test_a_folder_that_the_listing_does_not_show_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS does for half a minute."""
+    told = memory_files.rescue_folder(str(tmp_path), 12, "0a")
+    os.mkdir(told)
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(()))
+    assert rescue.rescued(tmp_path) == []
+    assert rescue.rescued(tmp_path, told) == [(12, Path(told))]
+    assert rescue.rescued(tmp_path / "other", told) == []
+    assert rescue.rescued(tmp_path, memory_files.rescue_folder(str(tmp_path), 13, "0a")) == [], "removed since"
+
+
+def test_a_folder_that_is_known_of_is_listed_once(tmp_path: Path) -> None:
+    told = memory_files.rescue_folder(str(tmp_path), 12, "0a")
+    os.mkdir(told)
+    assert rescue.rescued(tmp_path, told) == [(12, Path(told))]
+    assert rescue.rescued(tmp_path, str(tmp_path / "step-00000013")) == [(12, Path(told))]

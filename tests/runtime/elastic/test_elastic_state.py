@@ -321,6 +321,18 @@ def test_another_scripts_checkpoint_is_refused(tmp_path: Path) -> None:
         pyrannc.elastic(model, optimizer, directory=tmp_path)
 
 
+def test_a_checkpoint_that_the_listing_does_not_show_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS does for half a minute."""
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    pyrannc.save_checkpoint(folder_of(tmp_path, 3), pyrannc.RaNNCModule(net, optimizer), optimizer, step=3)
+    assert saved_steps(tmp_path, 3) == [3]
+    assert saved_steps(tmp_path, 4) == [3], "it is not there, or of another directory"
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(()))
+    assert saved_steps(tmp_path) == []
+    assert saved_steps(tmp_path, 3) == [3]
+
+
 def test_the_step_to_resume_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pyrannc.resume_step() is None
     monkeypatch.setenv("RANND_RESUME_STEP", "120")
