@@ -1,7 +1,8 @@
 """What changes of a real elastic job cost on this machine, and what saving costs: parts of bench/elastic.py.
 
 changes  A GPT of 100 million parameters (fp32, AdamW) on 4, 3 and 4 ranks of this machine, whose host file changes
-         after --steps new steps, when the plan for the next hosts is there; then one rank is killed in mid-step.
+         after --steps new steps, when the plan for the next hosts is there; then one rank is killed in mid-step. Each
+         step is kept in memory (snapshots = neighbour).
          Of each start are printed in what time its plan was found, the seconds from the change to the end of the
          first new step, those of a usual step, the rest, torch's import in it, and how many steps were made twice or,
          after the kill, lost in progress. In the rest of a change is the step that the ranks finish before they leave.
@@ -114,7 +115,8 @@ def training(
 
 def changes(given: argparse.Namespace) -> None:
     """Measure a job whose slots change, and one of whose ranks is killed."""
-    with home() as environment, tempfile.TemporaryDirectory() as name:
+    with home() as variables, tempfile.TemporaryDirectory() as name:
+        environment = {**variables, "RANNC_SNAPSHOTS": "neighbour"}
         folder = Path(name)
         (folder / "hosts").write_text(f"localhost slots={RANKS}\n")
         heads = (("plan found", 12), ("first new step", 16), ("usual step", 12), ("rest", 10), ("import torch", 14))
@@ -198,7 +200,7 @@ def _import_s() -> float:
     took = []
     for _ in range(3):
         begun = time.perf_counter()
-        subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=LONGEST_S)
+        subprocess.run([sys.executable, "-c", "import torch, torch._dynamo"], check=True, timeout=LONGEST_S)
         took.append(time.perf_counter() - begun)
     return min(took)
 

@@ -16,7 +16,7 @@ from typing import Any
 from rannd.ranks import memory_files
 from rannd.runner.watch import processes
 
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 _MOST_SAID = 1 << 19
 """Bytes of all descriptions, about."""
 _SAID = 200
