@@ -3,6 +3,7 @@
     python bench/elastic.py [simulate] [--trace FILE ..] [--hosts 8 128] [--devices 8] [--hours 24] [--seeds 3]
                                        [--save S] [--start S] [--stop S] [--plan S] [--step S] [--every STEPS]
     python bench/elastic.py changes [--rows N] [--layers N] [--width N] [--words N] [--length N] [--steps N]
+                                    [--warm GIB]
     python bench/elastic.py costs   [the same] [--rounds N] [--every STEPS]
 
 simulate  plays traces of hosts that come, are given notice, and fail, with given costs of saving, starting and
@@ -367,13 +368,16 @@ def main() -> None:
     jobs.add_argument("--words", type=int, default=16384)
     jobs.add_argument("--steps", type=int, default=3, help="new steps before each change")
     jobs.add_argument("--rounds", type=int, default=3, help="of costs: jobs of each kind, in turns")
+    jobs.add_argument("--warm", type=float, default=0.0, metavar="GIB", help="see _warm_memory.py, on virtual machines")
     given = parser.parse_args()
     if given.what == "simulate":
         simulate(given)
         return
     import _elastic_jobs
+    from _warm_memory import warm_memory
 
-    getattr(_elastic_jobs, given.what)(given)
+    with warm_memory(given.warm):
+        getattr(_elastic_jobs, given.what)(given)
 
 
 if __name__ == "__main__":

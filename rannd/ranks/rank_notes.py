@@ -30,6 +30,8 @@ SLOW = "slow"
 """First rank of a host that computes slower than the others do; rank 0 tells it."""
 SLOW_PERCENT = "slow_percent"
 """Its time relative to the others', in percent; with `SLOW`."""
+SLOW_LEAST, SLOW_MOST = "slow_least", "slow_most"
+"""Minimum and maximum rows of a rank; with `SLOW`, if a rank with fewer rows than others has less to compute."""
 
 RESUME_STEP = "RANND_RESUME_STEP"
 """Variable with the step of the newest checkpoint that earlier ranks have told of."""

@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 
 from rannd.config import Config, config_directory
 from rannd.errors import LaunchError, UsageError
+from rannd.ranks import row_shares
 from rannd.ranks.rank_notes import RESCUED_FOLDER, RESUME_STEP
 from rannd.runner.elastic.host_errand import STAYS, History, HostErrand
 from rannd.runner.elastic.host_file import HostFile
@@ -131,6 +132,8 @@ class Supervisor:
         if job is None:
             return None
         self._slow.begin([place.host for place in job.places])
+        if (shares := self._slow.shares()) is not None:
+            job = replace(job, added={**job.added, row_shares.VARIABLE: shares.text()})
         times = self._items.leave_timeout, job.grace
         errand = HostErrand(self._file, self._members, hosts, *times, self._history, say)
         if self._first and not job.quiet:

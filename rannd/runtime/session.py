@@ -129,7 +129,7 @@ class Session:
     def _prepare_call(self, call: Call, training: bool, *, waits: bool) -> ReadyCall:
         """Find the graph that all ranks run for a call, and this rank's part of the mini-batch."""
         watch, shared = self.world.watch, self._context.options.shared
-        watch.where.step, watch.promise = self._steps, self._promise
+        watch.where.step, watch.promise = self._steps, self.promise
         if shared:
             meet(self.world, Phase.FORWARD)
             call = from_rank_0(self.world, call)
@@ -240,7 +240,7 @@ class Session:
         with self._context.cache.connected():
             watch.where.preparing = True
             number = self._bind_graph(call, mode)
-            watch.where.preparing, watch.promise = False, self._promise
+            watch.where.preparing, watch.promise = False, self.promise
         if self.world.rank == 0:
             self._retraces.warn_of_many(self._tracing.traced, call)
         return number
@@ -318,7 +318,7 @@ class Session:
         return self._deployed.parameters if self._deployed is not None else None
 
     @property
-    def _promise(self) -> MemoryPromise | None:
+    def promise(self) -> MemoryPromise | None:
         """Memory that the plan promised; None before the first call."""
         return self._deployed.promise if self._deployed is not None else None
 

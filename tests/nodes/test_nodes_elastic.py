@@ -147,11 +147,14 @@ def test_a_node_that_is_not_ready_is_left_out(network: Callable[..., Network]) -
     assert training.ranks_of() == [2] * STEPS
 
 
-def test_a_slow_node_is_reported_and_left_out_of_the_next_start(network: Callable[..., Network]) -> None:
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_slow_node_is_reported_and_left_out_of_the_next_start_or_gets_less(
+    network: Callable[..., Network], drop: bool
+) -> None:
     a, _, _ = network(3).made
     folder = a.network.work
     (folder / "hosts").write_text("a\nb\nc\n")
-    flags = ("--elastic", "--hostfile", "hosts", "--drop-stragglers", "--log-dir", "logs")
+    flags = ("--elastic", "--hostfile", "hosts", "--log-dir", "logs", *(["--drop-stragglers"] if drop else []))
     job = a.start("rannc-run", *flags, str(STRAGGLING), str(folder), "c", RANNC_PARTITION_NUM="1")
     deadline = time.monotonic() + LONG
     while not (folder / "logs" / "slow_hosts").exists():
@@ -165,6 +168,33 @@ def test_a_slow_node_is_reported_and_left_out_of_the_next_start(network: Callabl
     assert host == "c", output
     assert float(factor) > 1.5, output
     assert re.search("host c computes [0-9.]+ times as long as planned, the others [0-9.]+ times", output), output
-    assert "it is left out of the next start (--drop-stragglers)" in output
     starts = {file.name: file.read_text() for file in folder.glob("start_*")}
-    assert starts == {"start_3_0": "a", "start_3_1": "a", "start_3_2": "b"}, output
+    if drop:
+        assert "it is left out of the next start (--drop-stragglers)" in output
+        assert starts == {"start_3_0": "a", "start_3_1": "a", "start_3_2": "b"}, output
+        return
+    assert "its ranks get fewer rows from the next start on" in output
+    assert starts["start_4_3"] == "c", output
+    rows = [int((folder / f"rows_4_{rank}").read_text()) for rank in range(4)]
+    assert sum(rows) == 12
+    assert rows[3] < 3 <= min(rows[:3]), output
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_results_stay_if_a_slow_node_gets_fewer_rows(network: Callable[..., Network], kind: str) -> None:
+    a, _ = network(2).made
+    training = Training(a, "a:1 b:1")
+    training.kind = kind
+    told = "from rannd.ranks.rank_notes import tell; tell(slow=1, slow_percent=300, slow_least=1, slow_most=12)"
+    (training.folder / "at_4").write_text(f"if rank == 0 and ranks == 2: {told}")
+    (training.folder / "at_9").write_text(
+        "import os; print(f'{rank}:', os.environ.get('RANND_ROW_SHARES'), flush=True)"
+    )
+    job = training.start(0.3, RANNC_PARTITION_NUM="1")
+    training.await_step(job, 5)
+    training.name("a:2 b:1")
+    output, _ = job.communicate(timeout=4 * LONG)
+    assert job.returncode == 0, output
+    training.check()
+    assert {2, 3} == set(training.ranks_of())
+    assert "1:12:100,100,300" in output, "rows 5, 5 and 2 of 12"

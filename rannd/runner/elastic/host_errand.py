@@ -169,8 +169,11 @@ class HostErrand:
                 self.left, self.left_after = True, value
             elif name == rank_notes.MOST and value:
                 self._members.possible = value
-            elif name == rank_notes.SLOW and type(percent := note.get(rank_notes.SLOW_PERCENT)) is int:
-                self._slow.take(value, percent)
+            elif name == rank_notes.SLOW:
+                others = (rank_notes.SLOW_PERCENT, rank_notes.SLOW_LEAST, rank_notes.SLOW_MOST)
+                numbers = [note.get(other, 0) for other in others]
+                if all(type(number) is int for number in numbers):
+                    self._slow.take(value, *numbers)
 
     def plan_rescue(self, held: Mapping[int, Sequence[HeldPart]], *, failed: bool) -> RescueOrder | None:
         """See `rannd.runner.watch.errand`: after failures, and if ranks have left without saving their last step."""

@@ -1,4 +1,4 @@
-"""The hosts of an elastic job that are slower than the others: a file for the user, and who is left out."""
+"""The hosts of an elastic job that are slower than the others: a file for the user, who is left out, who gets less."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rannd.errors import LaunchError
 from rannd.plain_file import PlainFile
+from rannd.ranks.row_shares import RowShares
 from rannd.runner.elastic.members import Members
 from rannd.runner.resources.host_list import is_local
 
@@ -33,6 +34,8 @@ class SlowHosts:
         self._hosts: list[str] = []
         """Host of each rank of the present start."""
         self._factors: dict[str, float] = {}
+        self._bounds = 0, 0
+        """Minimum and maximum rows of a rank; (0, 0): fewer rows are of no use."""
         self._leaving: dict[str, float] = {}
         """Slow hosts that are left out of the next start."""
 
@@ -47,17 +50,28 @@ class SlowHosts:
         """Take the host of each rank of a start."""
         self._hosts = list(hosts)
 
-    def take(self, rank: int, percent: int) -> None:
-        """The host of a rank takes so many percent of the time of the others."""
+    def shares(self) -> RowShares | None:
+        """Return what each rank of the present start is to get; None: all the same."""
+        percents = tuple(round(100 * self._factors.get(host, 1.0)) for host in self._hosts)
+        return RowShares(*self._bounds, percents) if any(self._bounds) and len(set(percents)) > 1 else None
+
+    def take(self, rank: int, percent: int, least: int = 0, most: int = 0) -> None:
+        """The host of a rank takes so many percent of the time of the others.
+
+        A rank can have `least` to `most` rows of a batch; 0: fewer rows would be of no use.
+        """
         if not rank < len(self._hosts) or not 100 <= percent <= MOST_PERCENT:  # no rank of ours says so
             return
         host, factor = self._hosts[rank], percent / 100
         self._factors[host] = factor
+        self._bounds = (least, most) if 0 < least <= most else (0, 0)
         written = self._write()
         if self._drop:
             self._leaving[host] = factor
-        leaves = "; it is left out of the next start (--drop-stragglers)" if self._drop else ""
-        self._say(f"host {host} computes {factor:.1f} times as long as the others{written}{leaves}")
+            follows = "; it is left out of the next start (--drop-stragglers)"
+        else:
+            follows = "; its ranks get fewer rows from the next start on" if any(self._bounds) else ""
+        self._say(f"host {host} computes {factor:.1f} times as long as the others{written}{follows}")
 
     def leave_out(self) -> None:
         """Leave slow hosts out of the start whose hosts are chosen next, but not this machine, nor too many."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
-from rannd.ranks import rank_notes
+from rannd.ranks import rank_notes, row_shares
 from rannd.ranks.rank_variables import PMIX, WORLDS, slurm_local_size, without_size
 from rannd.runner.resources.allocation import HOSTFILE_VARIABLES
 
@@ -33,6 +33,7 @@ _NAMES = frozenset(
         rank_notes.VARIABLE,
         rank_notes.RESUME_STEP,
         rank_notes.RESCUED_FOLDER,
+        row_shares.VARIABLE,
         *(name for world in WORLDS for name in world if name != "SLURM_NTASKS_PER_NODE"),
         "OMPI_ARGV",
         "OMPI_COMMAND",

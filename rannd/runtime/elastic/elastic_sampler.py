@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sized
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import Sampler, dataloader
 
 from rannd import patches
 from rannd.errors import UsageError
+from rannd.ranks import row_shares
 from rannd.runtime.comm.rendezvous import find_place
 
 _LOADER = patches.declare(
@@ -39,7 +41,8 @@ class ElasticSampler(Sampler[list[int]]):
     torchdata's StatefulDataLoader takes it in the same way; its own state is not needed then.
 
     Which samples are in a global batch depends on `seed` and the epoch alone. Rank r of R gets rows r B / R to
-    (r + 1) B / R of a batch of B, so that shares differ by one row at most. An epoch that is broken off goes on where
+    (r + 1) B / R of a batch of B, so that shares differ by one row at most, unless a host of an elastic job is slow:
+    then its ranks may get fewer (docs/elastic.md). An epoch that is broken off goes on where
     it was, on any number of ranks: no sample is left out or given twice. An epoch that is over is followed by the next
     one, also without `set_epoch`.
 
@@ -72,6 +75,9 @@ class ElasticSampler(Sampler[list[int]]):
         place = find_place(os.environ)
         self.rank = place.rank if rank is None else rank
         self.ranks = place.size if ranks is None else ranks
+        self._row_shares = row_shares.given(os.environ, self.ranks) if rank is None and ranks is None else None
+        self._parts: dict[int, list[int]] = {}
+        """First row of each rank, and the number of rows, by the latter."""
         self.length, self.batch_size, self.shuffle = len(dataset), batch_size, shuffle
         self.seed, self.drop_last = seed, drop_last
         self.epoch = 0
@@ -176,7 +182,12 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _part(self, rows: int) -> tuple[int, int]:
         """Return the first row of this rank's share of a batch, and the one after its last."""
-        return rows * self.rank // self.ranks, rows * (self.rank + 1) // self.ranks
+        if self._row_shares is None:
+            return rows * self.rank // self.ranks, rows * (self.rank + 1) // self.ranks
+        if rows not in self._parts:
+            self._parts[rows] = [0, *accumulate(self._row_shares.rows(rows))]
+        first, end = self._parts[rows][self.rank : self.rank + 2]
+        return first, end
 
 
 class Shares(Iterator[list[int]]):

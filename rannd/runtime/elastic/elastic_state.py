@@ -30,7 +30,7 @@ from rannd.runtime.elastic.checkpoint_folders import folder_of, prune, saved_ste
 from rannd.runtime.elastic.elastic_sampler import ElasticSampler
 from rannd.runtime.elastic.leave_request import LeaveRequest
 from rannd.runtime.elastic.snapshots import Snapshots
-from rannd.runtime.elastic.stragglers import Stragglers
+from rannd.runtime.elastic.stragglers import Stragglers, row_bounds
 from rannd.runtime.module import RaNNCModule
 
 _TELL_S = 1.0
@@ -93,7 +93,7 @@ class ElasticState:
         self._restore()
         self._snapshots = Snapshots(self._world, settings.snapshots, settings.directory)
         self._leave = LeaveRequest()
-        self._stragglers = Stragglers(self._world, settings.straggler_factor)
+        self._stragglers = Stragglers(self._world, settings.straggler_factor, self._bounds)
         inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
         inner = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         self._hook = inner.register_step_post_hook(self._count)
@@ -225,6 +225,11 @@ class ElasticState:
         if not asynchronous:
             self._finish(self.step)
         return None
+
+    def _bounds(self) -> tuple[int, int]:
+        """Minimum and maximum rows of a rank; (0, 0) if rows cannot be moved, or it would be of no use."""
+        promise = self._model._session.promise
+        return row_bounds(promise.deployment, promise.usable) if self._sampler and promise else (0, 0)
 
     def _what(self) -> tuple[Subject, dict[str, Any]]:
         """What belongs into a checkpoint of this step."""

@@ -12,10 +12,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rannd import log
 from rannd.device.action_clock import ActionClock
+from rannd.plan.deployment import Deployment
+from rannd.plan.slot_memory import device_bytes
 from rannd.ranks import rank_notes
 from rannd.runtime.comm.world import World
 
@@ -36,10 +38,11 @@ class Stragglers:
         world: The ranks.
         factor: How many times as long as the others a host computes that is slow; 0: it is not looked for. Rank 0's
             counts.
+        bounds: Returns the minimum and maximum rows that a rank could have; (0, 0): fewer rows would be of no use.
     """
 
-    def __init__(self, world: World, factor: float) -> None:
-        self._world, self._factor = world, factor
+    def __init__(self, world: World, factor: float, bounds: Callable[[], tuple[int, int]] = lambda: (0, 0)) -> None:
+        self._world, self._factor, self._bounds = world, factor, bounds
         nodes = [world.slots[world.rank_of_slot.index(rank)].node for rank in range(world.size)]
         self._ranks_of = {node: [rank for rank, each in enumerate(nodes) if each == node] for node in nodes}
         self._on = factor > 0 and len(self._ranks_of) > 1 and rank_notes.heard()
@@ -98,7 +101,9 @@ class Stragglers:
                 self._factor,
             )
             percent = round(100 * found[node])
-            rank_notes.tell(**{rank_notes.SLOW: first, rank_notes.SLOW_PERCENT: percent})
+            told = {rank_notes.SLOW: first, rank_notes.SLOW_PERCENT: percent}
+            least, most = self._bounds()
+            rank_notes.tell(**told, **{rank_notes.SLOW_LEAST: least, rank_notes.SLOW_MOST: most})
             self._reported.add(node)
         self._suspects = set(found)
 
@@ -110,6 +115,21 @@ class Stragglers:
             if medians := [statistics.median(each) for each in steps if each]:
                 found[node] = statistics.median(medians) / _UNIT
         return found
+
+
+def row_bounds(deployment: Deployment, usable: int) -> tuple[int, int]:
+    """Return the minimum and maximum rows that a rank could have; (0, 0): what it computes does not depend on them.
+
+    With several stages, the replicas of each take the microbatches of all ranks in turns.
+
+    Args:
+        deployment: That of the ranks.
+        usable: Bytes of each device that a plan may use. Memory grows at most as rows do.
+    """
+    if len(deployment.stages) > 1:
+        return 0, 0
+    rows = -(-deployment.batch_rows // len(deployment.slots))
+    return deployment.microbatches, rows * usable // max(1, *device_bytes(deployment).values())
 
 
 def slow_hosts(views: Sequence[Mapping[int, float]], factor: float) -> dict[int, float]:

@@ -1,7 +1,7 @@
 """Trains elastically; one host becomes slow after the model was planned. Usage: straggling.py FOLDER HOST
 
-Each rank writes its host to FOLDER/start_<ranks>_<rank>. The first start trains until it is asked to leave, the next
-one ends by itself.
+Each rank writes its host to FOLDER/start_<ranks>_<rank>, and its rows of a batch to FOLDER/rows_<ranks>_<rank>. The
+first start trains until it is asked to leave, the next one ends by itself.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def main() -> None:
     sampler = pyrannc.ElasticSampler(range(240), 12)
     loader = DataLoader(TensorDataset(torch.randn(240, 64)), batch_sampler=sampler)
     state = pyrannc.elastic(model, optimizer, None, sampler, directory=FOLDER / "checkpoints")
+    (FOLDER / f"rows_{RANKS}_{RANK}").write_text(str(len(next(iter(sampler)))))
     epochs = sampler.epoch + (2 if state.restored else 5000)
     for epoch in range(sampler.epoch, epochs):
         sampler.set_epoch(epoch)

@@ -10,6 +10,7 @@ import pytest
 from rannd import config
 from rannd.config import Config
 from rannd.errors import ConfigError
+from rannd.ranks.row_shares import RowShares
 from rannd.runner.elastic.members import Members
 from rannd.runner.elastic.slow_hosts import SlowHosts
 from rannd.runner.resources.host_list import Host
@@ -72,6 +73,26 @@ def test_slow_hosts_are_left_out_of_the_next_start_if_asked(tmp_path: Path) -> N
     made = Fixture(tmp_path, drop=False)
     made.slow.take(3, 200)
     assert made.next_hosts() == [OWN, "b", "c"]
+
+
+def test_ranks_of_slow_hosts_get_fewer_rows_in_later_starts(tmp_path: Path) -> None:
+    made = Fixture(tmp_path, drop=False)
+    assert made.slow.shares() is None
+    made.slow.take(1, 231, 2, 40)
+    assert made.said[-1].endswith("; its ranks get fewer rows from the next start on")
+    made.slow.begin([OWN, "b", "c"])
+    assert made.slow.shares() == RowShares(2, 40, (100, 231, 100))
+    made.slow.begin([OWN, "c"])
+    assert made.slow.shares() is None, "no slow host is there"
+
+
+@pytest.mark.parametrize("bounds", [(0, 0), (0, 9), (5, 4), (-1, 9)])
+def test_rows_of_slow_hosts_stay_where_fewer_are_of_no_use(tmp_path: Path, bounds: tuple[int, int]) -> None:
+    made = Fixture(tmp_path, drop=False)
+    made.slow.take(1, 231, *bounds)
+    assert "fewer rows" not in made.said[-1]
+    made.slow.begin([OWN, "b", "c"])
+    assert made.slow.shares() is None
 
 
 def test_this_machine_and_the_minimum_stay(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_host_is_told_once_after_two_comparisons(
         _steps(found, 2 * stragglers.STEPS - 1, SLOW)
         assert not notes
         _steps(found, 1, SLOW)
-    assert notes == [{"slow": 0, "slow_percent": 230}]
+    assert notes == [{"slow": 0, "slow_percent": 230, "slow_least": 0, "slow_most": 0}]
     assert "host h1 computes 2.30 times as long as planned, the others 1.00 times" in caplog.text
     _steps(found, 4 * stragglers.STEPS, SLOW)
     assert len(notes) == 1
