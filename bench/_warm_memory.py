@@ -3,7 +3,7 @@
     python bench/_warm_memory.py GIB
 
 Uses so much memory, and frees all but one page of each 2 MiB. What the host takes back are whole blocks of 2 MiB (free
-page reporting, /sys/module/page_reporting), so that the rest stays. Ends with its standard input.
+page reporting, /sys/module/page_reporting), so that most of the rest stays. Ends with its standard input.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How many rows of a batch each rank gets if some hosts are slow, where every rank computes the whole model.
 
-`rannc-run` knows which hosts were slow in earlier starts, and tells the ranks (VARIABLE); ElasticSampler divides.
+`rannc-run` knows which hosts were slow in earlier starts, and tells the ranks (VARIABLE); an ElasticSampler with
+``balance=True`` divides.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 VARIABLE = "RANND_ROW_SHARES"
-"""``least:most:100,100,231``: a `RowShares` for the ranks of a start."""
+"""``1:170:100,100,231``: a `RowShares` for the ranks of a start."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class RowShares:
     least: int
     """Minimum rows of a rank: its microbatches have one each."""
     most: int
-    """Maximum rows of a rank, for which there is memory."""
+    """Maximum rows of a rank, in percent of even shares: for more there was no memory."""
     percents: tuple[int, ...]
     """Time of each rank for the same rows, relative to the usual rank's, in percent."""
 
@@ -36,7 +37,8 @@ class RowShares:
         """
         size = len(self.percents)
         even = [batch * (rank + 1) // size - batch * rank // size for rank in range(size)]
-        if not self.least * size <= batch <= self.most * size:
+        most = batch * self.most // (100 * size)
+        if not self.least * size <= batch <= most * size:
             return even
         found = [self.least] * size
         queue = [((self.least + 1) * percent, self.least, rank) for rank, percent in enumerate(self.percents)]
@@ -44,7 +46,7 @@ class RowShares:
         for _ in range(batch - self.least * size):
             _, _, rank = heapq.heappop(queue)
             found[rank] += 1
-            if found[rank] < self.most:
+            if found[rank] < most:
                 heapq.heappush(queue, ((found[rank] + 1) * self.percents[rank], found[rank], rank))
         return found if self._time(found) < self._time(even) else even
 
@@ -59,5 +61,5 @@ def given(environ: Mapping[str, str], size: int) -> RowShares | None:
         found = RowShares(int(least), int(most), tuple(map(int, percents.split(","))))
     except ValueError:
         return None
-    sound = len(found.percents) == size and min(found.percents) > 0 and 0 < found.least <= found.most
+    sound = len(found.percents) == size and min(found.percents) > 0 and found.least > 0 and found.most > 0
     return found if sound else None

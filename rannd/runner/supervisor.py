@@ -262,6 +262,8 @@ class Supervisor:
         if wait is None:
             say(f"the job is not started again: {self._restarts.why()}")
             return False
+        if self._restarts.barren:
+            self._slow.even_out()
         pause = f" in {wait:g} s" if wait else ""
         before = f"{text}\nrannc-run: " if text else ""
         say(f"{before}starting again{pause} (failure {self._restarts.failures} of at most {self._restarts.most})")

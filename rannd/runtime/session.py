@@ -323,6 +323,11 @@ class Session:
         return self._deployed.promise if self._deployed is not None else None
 
     @property
+    def coupled(self) -> bool:
+        """Whether results of samples of the deployed model depend on others, or on how many there are."""
+        return self._deployed is not None and self._deployed.coupled
+
+    @property
     def something_waits(self) -> bool:
         """Whether there are gradients that were not reduced yet."""
         return self._deployed is not None and self._deployed.reducer.something_waits

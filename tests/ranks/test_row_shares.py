@@ -15,8 +15,8 @@ def time_of(rows: list[int], percents: tuple[int, ...]) -> int:
 
 
 def test_a_slow_rank_gets_fewer_rows() -> None:
-    assert RowShares(1, 12, (100, 100, 300)).rows(12) == [5, 5, 2]
-    assert RowShares(1, 100, (100, 250)).rows(100) == [72, 28]
+    assert RowShares(1, 300, (100, 100, 300)).rows(12) == [5, 5, 2]
+    assert RowShares(1, 200, (100, 250)).rows(100) == [72, 28]
 
 
 def test_no_other_division_is_done_earlier() -> None:
@@ -24,12 +24,12 @@ def test_no_other_division_is_done_earlier() -> None:
     for _ in range(300):
         size, batch = draw.randint(2, 4), draw.randint(4, 14)
         least = draw.randint(1, 2)
-        shares = RowShares(least, draw.randint(least, batch), tuple(draw.choice((100, 150, 230)) for _ in range(size)))
+        shares = RowShares(least, draw.randint(80, 300), tuple(draw.choice((100, 150, 230)) for _ in range(size)))
         made = shares.rows(batch)
         assert sum(made) == batch
         options = [
             list(rows)
-            for rows in itertools.product(range(shares.least, shares.most + 1), repeat=size)
+            for rows in itertools.product(range(least, batch * shares.most // (100 * size) + 1), repeat=size)
             if sum(rows) == batch
         ]
         if options:
@@ -39,10 +39,10 @@ def test_no_other_division_is_done_earlier() -> None:
 @pytest.mark.parametrize(
     "shares",
     [
-        RowShares(1, 9, (100, 100, 100)),  # nobody is slow
-        RowShares(1, 9, (130, 100, 100)),  # a row more would take another rank longer
-        RowShares(4, 9, (100, 100, 300)),  # not enough for the microbatches of all
-        RowShares(1, 3, (100, 100, 300)),  # no memory for as many as even shares have
+        RowShares(1, 300, (100, 100, 100)),  # nobody is slow
+        RowShares(1, 300, (130, 100, 100)),  # a row more would take another rank longer
+        RowShares(4, 300, (100, 100, 300)),  # not enough for the microbatches of all
+        RowShares(1, 99, (100, 100, 300)),  # no memory for as many as even shares have
     ],
 )
 def test_shares_are_even_where_others_do_not_help(shares: RowShares) -> None:
@@ -50,9 +50,9 @@ def test_shares_are_even_where_others_do_not_help(shares: RowShares) -> None:
 
 
 def test_bounds_are_kept() -> None:
-    assert RowShares(2, 6, (100, 100, 900)).rows(12) == [5, 5, 2]
-    assert RowShares(1, 5, (100, 100, 900)).rows(12) == [5, 5, 2]
-    assert RowShares(1, 6, (100, 100, 900)).rows(12) == [6, 5, 1]
+    assert RowShares(2, 300, (100, 100, 900)).rows(12) == [5, 5, 2]
+    assert RowShares(1, 125, (100, 100, 900)).rows(12) == [5, 5, 2]
+    assert RowShares(1, 150, (100, 100, 900)).rows(12) == [6, 5, 1]
 
 
 def test_they_are_told_in_a_variable() -> None:
@@ -63,7 +63,7 @@ def test_they_are_told_in_a_variable() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1:2", "1:2:3:4", "x:2:100,200", "0:4:100,200", "5:4:100,200", "1:4:0,200", "1:4:"]
+    "text", ["", "1:2", "1:2:3:4", "x:2:100,200", "0:4:100,200", "5:0:100,200", "1:4:0,200", "1:4:"]
 )
 def test_what_is_no_share_is_left_out(text: str) -> None:
     assert given({VARIABLE: text}, 2) is None

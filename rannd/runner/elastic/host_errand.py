@@ -170,7 +170,7 @@ class HostErrand:
             elif name == rank_notes.MOST and value:
                 self._members.possible = value
             elif name == rank_notes.SLOW:
-                others = (rank_notes.SLOW_PERCENT, rank_notes.SLOW_LEAST, rank_notes.SLOW_MOST)
+                others = (rank_notes.SLOW_PERCENT, rank_notes.LEAST_ROWS, rank_notes.MOST_ROWS)
                 numbers = [note.get(other, 0) for other in others]
                 if all(type(number) is int for number in numbers):
                     self._slow.take(value, *numbers)

@@ -34,8 +34,11 @@ class SlowHosts:
         self._hosts: list[str] = []
         """Host of each rank of the present start."""
         self._factors: dict[str, float] = {}
-        self._bounds = 0, 0
-        """Minimum and maximum rows of a rank; (0, 0): fewer rows are of no use."""
+        """What was said of hosts in all starts, for the file."""
+        self._percents: dict[str, int] = {}
+        """By which rows are divided."""
+        self._bounds: tuple[int, int] | None = None
+        """Minimum and maximum rows of a rank, as of `RowShares`; None: slow hosts get as many as others."""
         self._leaving: dict[str, float] = {}
         """Slow hosts that are left out of the next start."""
 
@@ -49,28 +52,40 @@ class SlowHosts:
     def begin(self, hosts: Sequence[str]) -> None:
         """Take the host of each rank of a start."""
         self._hosts = list(hosts)
+        # Hosts that are left out may come back as new ones.
+        self._percents = {host: percent for host, percent in self._percents.items() if host in self._hosts}
 
     def shares(self) -> RowShares | None:
         """Return what each rank of the present start is to get; None: all the same."""
-        percents = tuple(round(100 * self._factors.get(host, 1.0)) for host in self._hosts)
-        return RowShares(*self._bounds, percents) if any(self._bounds) and len(set(percents)) > 1 else None
+        percents = tuple(self._percents.get(host, 100) for host in self._hosts)
+        return RowShares(*self._bounds, percents) if self._bounds is not None and len(set(percents)) > 1 else None
+
+    def even_out(self) -> None:
+        """Let shares be even again: a start has failed at once, perhaps because they were not."""
+        if self.shares() is not None:
+            self._say("the next start has as many rows on slow hosts as on others")
+            self._percents.clear()
 
     def take(self, rank: int, percent: int, least: int = 0, most: int = 0) -> None:
         """The host of a rank takes so many percent of the time of the others.
 
-        A rank can have `least` to `most` rows of a batch; 0: fewer rows would be of no use.
+        100: it is as fast as they are again. `least` and `most` are as of `RowShares`; 0: shares are even.
         """
         if not rank < len(self._hosts) or not 100 <= percent <= MOST_PERCENT:  # no rank of ours says so
             return
         host, factor = self._hosts[rank], percent / 100
-        self._factors[host] = factor
-        self._bounds = (least, most) if 0 < least <= most else (0, 0)
+        if percent == 100:
+            if self._percents.pop(host, None) is not None:
+                self._say(f"host {host} computes as fast as the others again")
+            return
+        self._factors[host], self._percents[host] = factor, percent
+        self._bounds = (least, most) if least > 0 and most > 0 else None
         written = self._write()
         if self._drop:
             self._leaving[host] = factor
             follows = "; it is left out of the next start (--drop-stragglers)"
         else:
-            follows = "; its ranks get fewer rows from the next start on" if any(self._bounds) else ""
+            follows = "; its ranks get fewer rows from the next start on, if that helps" if self._bounds else ""
         self._say(f"host {host} computes {factor:.1f} times as long as the others{written}{follows}")
 
     def leave_out(self) -> None:

@@ -5,6 +5,7 @@ Standard library only, see watcher.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -73,7 +74,8 @@ def write(files: Sequence[int], number: int, rank: int, folder: str) -> None:
     if not matching:
         raise FileNotFoundError(errno.ENOENT, f"the part of rank {rank} is not in memory")
     file, place, record = matching[0]
-    os.makedirs(folder, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder)  # not the directory that it is in: where that is missing, a disk is not mounted
     facts = {}
     for name, length in zip(record.names, record.lengths, strict=True):
         facts[name] = {"bytes": length, "crc32": _copy(file, place, length, os.path.join(folder, name))}

@@ -57,7 +57,7 @@ def rescued(directory: Path, told: str = "") -> list[tuple[int, Path]]:
     try:
         names = {each.name for each in directory.iterdir()}
     except FileNotFoundError:
-        return []
+        names = set()
     name = os.path.basename(told)
     if told == str(directory / name) and os.path.isdir(told):
         names.add(name)

@@ -70,6 +70,8 @@ class Deployed:
     whole: WholeOptimizer | None
     segment_owners: Mapping[str, tuple[int, ...]]
     """Segments that read each parameter and buffer, numbered through all stages."""
+    coupled: bool
+    """Whether results of samples depend on others, or on how many there are, in the graph that was planned."""
 
     def begin_call(self, number: int, *, float16: bool) -> None:
         """Prepare a call: take up changes that the script has made to parameters since the last one. Collective."""
@@ -188,6 +190,7 @@ class Deployer:
             clip_watch,
             whole,
             segments,
+            graph.coupled is not None,
         )
 
     def _held_values(self) -> Callable[[str, torch.Tensor], torch.Tensor]:

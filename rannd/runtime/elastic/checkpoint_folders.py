@@ -27,7 +27,7 @@ def saved_steps(directory: Path, told: int | None = None) -> list[int]:
     try:
         names = {each.name for each in directory.iterdir()}
     except FileNotFoundError:
-        return []
+        names = set()
     if told is not None:
         names.add(folder_of(directory, told).name)
     whole = [name for name in names if _NAME.fullmatch(name) and (directory / name / MANIFEST).is_file()]

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler, dataloader
 
 from rannd import patches
 from rannd.errors import UsageError
-from rannd.ranks import row_shares
+from rannd.ranks import rank_notes, row_shares
 from rannd.runtime.comm.rendezvous import find_place
 
 _LOADER = patches.declare(
@@ -41,10 +41,9 @@ class ElasticSampler(Sampler[list[int]]):
     torchdata's StatefulDataLoader takes it in the same way; its own state is not needed then.
 
     Which samples are in a global batch depends on `seed` and the epoch alone. Rank r of R gets rows r B / R to
-    (r + 1) B / R of a batch of B, so that shares differ by one row at most, unless a host of an elastic job is slow:
-    then its ranks may get fewer (docs/elastic.md). An epoch that is broken off goes on where
-    it was, on any number of ranks: no sample is left out or given twice. An epoch that is over is followed by the next
-    one, also without `set_epoch`.
+    (r + 1) B / R of a batch of B, so that shares differ by one row at most, but for `balance`. An epoch that is broken
+    off goes on where it was, on any number of ranks: no sample is left out or given twice. An epoch that is over is
+    followed by the next one, also without `set_epoch`.
 
     With shares of different sizes, a loss that the model computes as a mean is the mean over the global batch. For a
     loss that the script computes on each rank, multiply by `weight`.
@@ -55,6 +54,9 @@ class ElasticSampler(Sampler[list[int]]):
         shuffle: Give the samples in a random order, another one in each epoch.
         seed: Of that order.
         drop_last: Leave out the last batch of an epoch if it has fewer rows.
+        balance: If hosts are found to be slow, give their ranks fewer rows in later starts of an elastic job, and the
+            others more (docs/elastic.md). The script must not expect shares of equal size, nor the model depend on
+            which rows are together.
         rank, ranks: This rank, and how many there are; None: those of the job.
 
     Raises:
@@ -69,15 +71,18 @@ class ElasticSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        balance: bool = False,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
         place = find_place(os.environ)
         self.rank = place.rank if rank is None else rank
         self.ranks = place.size if ranks is None else ranks
-        self._row_shares = row_shares.given(os.environ, self.ranks) if rank is None and ranks is None else None
-        self._parts: dict[int, list[int]] = {}
-        """First row of each rank, and the number of rows, by the latter."""
+        self.balance = balance
+        told = balance and rank is None and ranks is None and rank_notes.heard()
+        self._row_shares = row_shares.given(os.environ, self.ranks) if told else None
+        self._bounds: dict[int, list[int]] = {}
+        """By the rows of a batch: the first row of each rank, and in the end that number."""
         self.length, self.batch_size, self.shuffle = len(dataset), batch_size, shuffle
         self.seed, self.drop_last = seed, drop_last
         self.epoch = 0
@@ -99,6 +104,11 @@ class ElasticSampler(Sampler[list[int]]):
         """The present iteration."""
         _check(self)
         patches.install(_LOADER.around(_next_batch), _AHEAD.around(_next_index))
+
+    @property
+    def balanced(self) -> tuple[int, ...] | None:
+        """Time of each rank for the same rows, in percent, by which rows of this start are divided; None: evenly."""
+        return self._row_shares.percents if self._row_shares is not None else None
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -184,9 +194,9 @@ class ElasticSampler(Sampler[list[int]]):
         """Return the first row of this rank's share of a batch, and the one after its last."""
         if self._row_shares is None:
             return rows * self.rank // self.ranks, rows * (self.rank + 1) // self.ranks
-        if rows not in self._parts:
-            self._parts[rows] = [0, *accumulate(self._row_shares.rows(rows))]
-        first, end = self._parts[rows][self.rank : self.rank + 2]
+        if rows not in self._bounds:
+            self._bounds[rows] = [0, *accumulate(self._row_shares.rows(rows))]
+        first, end = self._bounds[rows][self.rank : self.rank + 2]
         return first, end
 
 

@@ -93,7 +93,8 @@ class ElasticState:
         self._restore()
         self._snapshots = Snapshots(self._world, settings.snapshots, settings.directory)
         self._leave = LeaveRequest()
-        self._stragglers = Stragglers(self._world, settings.straggler_factor, self._bounds)
+        balanced = sampler.balanced if sampler is not None else None
+        self._stragglers = Stragglers(self._world, settings.straggler_factor, self._bounds, balanced)
         inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
         inner = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         self._hook = inner.register_step_post_hook(self._count)
@@ -226,10 +227,12 @@ class ElasticState:
             self._finish(self.step)
         return None
 
-    def _bounds(self) -> tuple[int, int]:
-        """Minimum and maximum rows of a rank; (0, 0) if rows cannot be moved, or it would be of no use."""
-        promise = self._model._session.promise
-        return row_bounds(promise.deployment, promise.usable) if self._sampler and promise else (0, 0)
+    def _bounds(self) -> tuple[int, int] | None:
+        """The `least` and `most` of `RowShares`; None: shares are to be even."""
+        session = self._model._session
+        if self._sampler is None or not self._sampler.balance or session.promise is None or session.coupled:
+            return None
+        return row_bounds(session.promise.deployment, session.promise.usable)
 
     def _what(self) -> tuple[Subject, dict[str, Any]]:
         """What belongs into a checkpoint of this step."""
@@ -261,10 +264,11 @@ class ElasticState:
         error = ""
         if self._world.rank == 0:
             try:
+                self._directory.mkdir(parents=True, exist_ok=True)  # watchers do not: a disk may not be mounted there
                 steps = saved_steps(self._directory, resume_step())
                 self._rescue(steps)
             except OSError as exc:
-                error = f"{self._directory} cannot be read: {exc}; name a directory that all ranks can use"
+                error = f"{self._directory} cannot be used: {exc}; name a directory that all ranks can use"
         agree_on_errors(self._world, error, CheckpointError)
         steps = msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(steps)), type=list[int])
         wrong: CheckpointError | None = None
@@ -286,7 +290,7 @@ class ElasticState:
 
     def _rescue(self, steps: list[int]) -> None:
         """Make checkpoints of what was left after failures, and put them among `steps`: later ones may be damaged."""
-        for step, folder in rescue.rescued(self._directory, os.environ.get(rank_notes.RESCUED_FOLDER, "")):
+        for step, folder in rescue.rescued(self._directory, _told(rank_notes.RESCUED_FOLDER)):
             if step in steps:
                 continue
             try:
@@ -373,6 +377,11 @@ def elastic(
     )
     _present = ElasticState(model, optimizer, parts, sampler, place, settings)
     return _present
+
+
+def _told(name: str) -> str:
+    """What rannc-run has told this rank in a variable; '' in processes that a rank has started."""
+    return os.environ.get(name, "") if rank_notes.heard() else ""
 
 
 def resume_step() -> int | None:

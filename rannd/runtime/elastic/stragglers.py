@@ -38,10 +38,17 @@ class Stragglers:
         world: The ranks.
         factor: How many times as long as the others a host computes that is slow; 0: it is not looked for. Rank 0's
             counts.
-        bounds: Returns the minimum and maximum rows that a rank could have; (0, 0): fewer rows would be of no use.
+        bounds: Returns the `least` and `most` of `RowShares`; None: shares are to be even.
+        balanced: Time of each rank for the same rows, in percent, by which rows are divided now; None: evenly.
     """
 
-    def __init__(self, world: World, factor: float, bounds: Callable[[], tuple[int, int]] = lambda: (0, 0)) -> None:
+    def __init__(
+        self,
+        world: World,
+        factor: float,
+        bounds: Callable[[], tuple[int, int] | None] = lambda: None,
+        balanced: Sequence[int] | None = None,
+    ) -> None:
         self._world, self._factor, self._bounds = world, factor, bounds
         nodes = [world.slots[world.rank_of_slot.index(rank)].node for rank in range(world.size)]
         self._ranks_of = {node: [rank for rank, each in enumerate(nodes) if each == node] for node in nodes}
@@ -54,6 +61,10 @@ class Stragglers:
         self._suspects: set[int] = set()
         """Nodes that were slow in the last comparison."""
         self._reported: set[int] = set()
+        self._relieved = {node for node, ranks in self._ranks_of.items() if balanced and balanced[ranks[0]] > 100}
+        """Nodes whose ranks have fewer rows, as they were slow in earlier starts."""
+        self._recovered: set[int] = set()
+        """Those that were not slow in the last comparison."""
 
     def close(self) -> None:
         """Measure no more."""
@@ -91,6 +102,8 @@ class Stragglers:
         """Report the hosts that are slow now and were so before."""
         views = [self._of_hosts(view) for view in (0, 1)]
         found = slow_hosts(views, self._factor)
+        usual = statistics.median_low(views[1].values()) if views[1] else 0.0
+        by_rows = {node: ratio / usual for node, ratio in views[1].items()} if usual else {}
         for node in sorted(found.keys() & self._suspects - self._reported):
             first, others = self._ranks_of[node][0], [each for other, each in views[0].items() if other != node]
             log.get("RaNNCModule").warning(
@@ -100,12 +113,19 @@ class Stragglers:
                 statistics.median_low(others),
                 self._factor,
             )
-            percent = round(100 * found[node])
-            told = {rank_notes.SLOW: first, rank_notes.SLOW_PERCENT: percent}
-            least, most = self._bounds()
-            rank_notes.tell(**told, **{rank_notes.SLOW_LEAST: least, rank_notes.SLOW_MOST: most})
+            self._tell(first, found[node] if self._bounds() is None else by_rows[node])
             self._reported.add(node)
         self._suspects = set(found)
+        fine = {node for node in self._relieved & by_rows.keys() if by_rows[node] < (1 + self._factor) / 2}
+        for node in sorted(fine & self._recovered):
+            self._tell(self._ranks_of[node][0], 1.0)
+        self._relieved -= fine & self._recovered
+        self._recovered = fine
+
+    def _tell(self, rank: int, factor: float) -> None:
+        least, most = self._bounds() or (0, 0)
+        fields = {rank_notes.SLOW: rank, rank_notes.SLOW_PERCENT: round(100 * factor)}
+        rank_notes.tell(**fields, **{rank_notes.LEAST_ROWS: least, rank_notes.MOST_ROWS: most})
 
     def _of_hosts(self, view: int) -> dict[int, float]:
         """Ratio of each node: the median of its ranks, each the median of its steps."""
@@ -117,8 +137,8 @@ class Stragglers:
         return found
 
 
-def row_bounds(deployment: Deployment, usable: int) -> tuple[int, int]:
-    """Return the minimum and maximum rows that a rank could have; (0, 0): what it computes does not depend on them.
+def row_bounds(deployment: Deployment, usable: int) -> tuple[int, int] | None:
+    """Return the `least` and `most` of `RowShares`; None: what a rank computes does not depend on its rows.
 
     With several stages, the replicas of each take the microbatches of all ranks in turns.
 
@@ -127,9 +147,8 @@ def row_bounds(deployment: Deployment, usable: int) -> tuple[int, int]:
         usable: Bytes of each device that a plan may use. Memory grows at most as rows do.
     """
     if len(deployment.stages) > 1:
-        return 0, 0
-    rows = -(-deployment.batch_rows // len(deployment.slots))
-    return deployment.microbatches, rows * usable // max(1, *device_bytes(deployment).values())
+        return None
+    return deployment.microbatches, 100 * usable // max(1, *device_bytes(deployment).values())
 
 
 def slow_hosts(views: Sequence[Mapping[int, float]], factor: float) -> dict[int, float]:

@@ -1,7 +1,7 @@
 """Trains over global batches of 12 rows, elastically. Usage: elastic.py FOLDER EPOCHS {sgd|adam} [PAUSE_S]
 
 Rank 0 appends 'step loss ranks' to FOLDER/losses for each step; at the end it writes the parameters to FOLDER/end.pt.
-FOLDER/at_STEP, if it exists, is a Python file that rank R executes before that step (with `rank` and `ranks`).
+FOLDER/at_STEP, if it exists, is a Python file that rank R executes before that step (with `rank`, `ranks` and `rows`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     optimizer = kinds[KIND](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
     model = pyrannc.RaNNCModule(model, optimizer)
-    sampler = pyrannc.ElasticSampler(data, BATCH, seed=7)
+    sampler = pyrannc.ElasticSampler(data, BATCH, seed=7, balance=True)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=0)
     state = pyrannc.elastic(model, optimizer, scheduler, sampler, directory=FOLDER / "checkpoints", every=5)
     for epoch in range(sampler.epoch, EPOCHS):
@@ -50,7 +50,7 @@ def main() -> None:
         for rows, targets in loader:
             hook = FOLDER / f"at_{state.step}"
             if hook.exists():
-                exec(compile(hook.read_text(), str(hook), "exec"), {"rank": RANK, "ranks": RANKS, "step": state.step})
+                exec(compile(hook.read_text(), str(hook), "exec"), {"rank": RANK, "ranks": RANKS, "rows": rows})
             time.sleep(PAUSE_S)
             optimizer.zero_grad()
             loss = model(rows, targets)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyrannc
 from rannd.runtime.elastic import stragglers
+from rannd.runtime.failure.nan_check import Finite
 
 FOLDER, SLOW = Path(sys.argv[1]), sys.argv[2]
 RANK, RANKS = pyrannc.get_rank(), pyrannc.get_world_size()
@@ -29,17 +30,13 @@ slow_s = 0.0
 """Seconds that a forward takes longer on the host."""
 
 
-class Slowed(torch.autograd.Function):
-    """The identity, which takes a slow host some time."""
+def slowed(self: Finite, *arguments: Any) -> Any:
+    time.sleep(slow_s)
+    return run(self, *arguments)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(slow_s)
-        return x.clone()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+run = Finite.run
+Finite.run = slowed  # type: ignore[method-assign]
 
 
 class Net(nn.Module):
@@ -48,7 +45,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(Slowed.apply(self.first(x))).square().mean()
+        return self.second(self.first(x)).square().mean()
 
 
 def main() -> None:
@@ -57,7 +54,7 @@ def main() -> None:
     model: Any = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     model = pyrannc.RaNNCModule(model, optimizer)
-    sampler = pyrannc.ElasticSampler(range(240), 12)
+    sampler = pyrannc.ElasticSampler(range(240), 12, balance=True)
     loader = DataLoader(TensorDataset(torch.randn(240, 64)), batch_sampler=sampler)
     state = pyrannc.elastic(model, optimizer, None, sampler, directory=FOLDER / "checkpoints")
     (FOLDER / f"rows_{RANKS}_{RANK}").write_text(str(len(next(iter(sampler)))))

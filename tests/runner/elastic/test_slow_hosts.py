@@ -78,15 +78,42 @@ def test_slow_hosts_are_left_out_of_the_next_start_if_asked(tmp_path: Path) -> N
 def test_ranks_of_slow_hosts_get_fewer_rows_in_later_starts(tmp_path: Path) -> None:
     made = Fixture(tmp_path, drop=False)
     assert made.slow.shares() is None
-    made.slow.take(1, 231, 2, 40)
-    assert made.said[-1].endswith("; its ranks get fewer rows from the next start on")
+    made.slow.take(1, 231, 2, 140)
+    assert made.said[-1].endswith("; its ranks get fewer rows from the next start on, if that helps")
     made.slow.begin([OWN, "b", "c"])
-    assert made.slow.shares() == RowShares(2, 40, (100, 231, 100))
+    assert made.slow.shares() == RowShares(2, 140, (100, 231, 100))
     made.slow.begin([OWN, "c"])
     assert made.slow.shares() is None, "no slow host is there"
+    made.slow.begin([OWN, "b", "c"])
+    assert made.slow.shares() is None, "it has come back, and may be another machine"
 
 
-@pytest.mark.parametrize("bounds", [(0, 0), (0, 9), (5, 4), (-1, 9)])
+def test_shares_are_even_again_after_a_start_that_fails_at_once(tmp_path: Path) -> None:
+    made = Fixture(tmp_path, drop=False)
+    made.slow.even_out()
+    assert made.said == []
+    made.slow.take(1, 231, 2, 140)
+    made.slow.begin([OWN, "b", "c"])
+    made.slow.even_out()
+    assert made.said[-1] == "the next start has as many rows on slow hosts as on others"
+    made.slow.begin([OWN, "b", "c"])
+    assert made.slow.shares() is None
+
+
+def test_a_host_that_has_recovered_gets_as_many_rows_as_others(tmp_path: Path) -> None:
+    made = Fixture(tmp_path, drop=False)
+    made.slow.take(0, 100, 2, 140)
+    assert made.said == [], "it was not slow"
+    made.slow.take(1, 231, 2, 140)
+    made.slow.take(3, 160, 2, 140)
+    made.slow.take(1, 100, 2, 140)
+    assert made.said[-1] == "host b computes as fast as the others again"
+    made.slow.begin([OWN, "b", "c"])
+    assert made.slow.shares() == RowShares(2, 140, (100, 100, 160))
+    assert made.slow.file.read_text() == "b 2.31\nc 1.60\n", "of the whole job"
+
+
+@pytest.mark.parametrize("bounds", [(0, 0), (0, 9), (5, 0), (-1, 9)])
 def test_rows_of_slow_hosts_stay_where_fewer_are_of_no_use(tmp_path: Path, bounds: tuple[int, int]) -> None:
     made = Fixture(tmp_path, drop=False)
     made.slow.take(1, 231, *bounds)

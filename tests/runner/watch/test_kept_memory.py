@@ -21,7 +21,7 @@ from rannd.runner.watch.errand import HeldPart, RescueOrder
 from rannd.runner.watch.line_channel import Listener
 
 RANK = """
-import os, signal, sys, time
+import os, resource, signal, sys, time
 from rannd.ranks import memory_files as memory
 rank, folder, end = int(os.environ["SLURM_PROCID"]), sys.argv[1], sys.argv[2]
 own, _, copies, _ = memory.given()
@@ -41,7 +41,9 @@ if end == "killed":
 if end == "one" and rank == 1:
     os.kill(os.getppid(), signal.SIGKILL)  # its watcher: the kernel ends the rank
     time.sleep(300)
-sys.exit(3 if end == "one" else int(end))
+if end == "full" and rank == 1:
+    resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (50000, 50000))  # its watcher cannot write so many bytes
+sys.exit(int(end) if end.isdecimal() else 3)
 """
 
 
@@ -100,6 +102,26 @@ def test_a_watcher_that_is_gone_is_stood_in_for(tmp_path: Path) -> None:
     check(errand.order)
     assert errand.order is not None
     assert errand.order.parts == {0: [0, 1]}
+
+
+def test_what_one_watcher_cannot_write_is_written_by_another(tmp_path: Path) -> None:
+    errand = Errand()
+    job(tmp_path, "full", errand)
+    assert errand.errors == [""]
+    check(errand.order)
+    assert errand.order is not None
+    assert errand.order.parts == {0: [0], 1: [1]}
+
+
+def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    """A disk may not be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    errand = Errand(lambda: folder.rename(tmp_path / "gone"))
+    job(folder, "3", errand)
+    assert len(errand.errors) == 1
+    assert "No such file or directory" in errand.errors[0]
+    assert not folder.exists()
 
 
 def test_a_training_that_ends_well_needs_no_rescue(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rannd.errors import UsageError
+from rannd.ranks import rank_notes, row_shares
+from rannd.runtime.elastic import elastic_sampler
 from rannd.runtime.elastic.elastic_sampler import ElasticSampler
 
 DATA = list(range(100, 150))
@@ -249,3 +252,29 @@ def test_another_samplers_state_is_refused(change: dict[str, Any]) -> None:
     other = ElasticSampler(DATA, options.pop("batch_size"), rank=0, ranks=1, drop_last=True, **options)
     with pytest.raises(UsageError, match=f"has {next(iter(change))} = "):
         other.load_state_dict(state)
+
+
+def test_ranks_of_slow_hosts_get_fewer_rows_if_the_script_wants_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_notes, "heard", lambda: True)
+    monkeypatch.setenv(row_shares.VARIABLE, "1:300:100,100,300")
+    samplers = []
+    for rank in range(3):
+        monkeypatch.setattr(
+            elastic_sampler, "find_place", lambda environ, rank=rank: SimpleNamespace(rank=rank, size=3)
+        )
+        samplers.append(ElasticSampler(range(27), 12, shuffle=False, balance=True))
+    batches = list(zip(*samplers, strict=True))
+    assert [[len(share) for share in batch] for batch in batches] == [[5, 5, 2], [5, 5, 2], [1, 1, 1]]
+    assert [list(chain.from_iterable(batch)) for batch in batches] == [
+        list(range(12)),
+        list(range(12, 24)),
+        [24, 25, 26],
+    ]
+    for sampler in samplers:
+        sampler.begin_batch(0)
+    assert [sampler.weight for sampler in samplers] == pytest.approx([1.25, 1.25, 0.5])
+    assert samplers[0].balanced == (100, 100, 300)
+    assert ElasticSampler(range(27), 12).balanced is None, "nobody has asked for it"
+    assert ElasticSampler(range(27), 12, rank=0, ranks=3, balance=True).balanced is None, "ranks of the script's own"
+    monkeypatch.setattr(rank_notes, "heard", lambda: False)
+    assert ElasticSampler(range(27), 12, balance=True).balanced is None, "a process that a rank has started"

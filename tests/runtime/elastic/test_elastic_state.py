@@ -23,6 +23,7 @@ from rannd.runner.watch.errand import HeldPart
 from rannd.runtime.checkpoint import saving
 from rannd.runtime.elastic import elastic_state
 from rannd.runtime.elastic.checkpoint_folders import folder_of, saved_steps
+from rannd.runtime.elastic.stragglers import Stragglers
 
 DATA = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 BATCHES, EVERY = 5, 2
@@ -337,3 +338,41 @@ def test_the_step_to_resume_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pyrannc.resume_step() is None
     monkeypatch.setenv("RANND_RESUME_STEP", "120")
     assert pyrannc.resume_step() == 120
+
+
+@pytest.mark.parametrize(
+    ("net", "balance", "moves"),
+    [
+        (lambda: nn.Linear(4, 1), True, True),
+        (lambda: nn.Linear(4, 1), False, False),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)),
+            True,
+            False,
+        ),  # of which samples, makes a difference
+    ],
+)
+def test_rows_move_where_the_script_wants_that_and_samples_are_independent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, net: Any, balance: bool, moves: bool
+) -> None:
+    asked = []
+
+    class Watched(Stragglers):
+        def __init__(self, world: Any, factor: float, bounds: Any, balanced: Any) -> None:
+            super().__init__(world, factor, bounds, balanced)
+            asked.append(bounds)
+
+    monkeypatch.setattr(elastic_state, "Stragglers", Watched)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = pyrannc.RaNNCModule(model, optimizer)
+    sampler = pyrannc.ElasticSampler(range(24), 12, balance=balance)
+    state = pyrannc.elastic(model, optimizer, sampler=sampler, directory=tmp_path)
+    assert asked[0]() is None, "there is no plan yet"
+    model(torch.randn(12, 4)).square().mean().backward()
+    bounds = asked[0]()
+    assert (bounds is not None) == moves
+    if bounds is not None:
+        assert bounds[0] >= 1
+        assert bounds[1] > 200, "a small model leaves memory for more than twice as many rows"
+    state.close()

@@ -90,10 +90,28 @@ def test_a_host_is_told_once_after_two_comparisons(
         _steps(found, 2 * stragglers.STEPS - 1, SLOW)
         assert not notes
         _steps(found, 1, SLOW)
-    assert notes == [{"slow": 0, "slow_percent": 230, "slow_least": 0, "slow_most": 0}]
+    assert notes == [{"slow": 0, "slow_percent": 230, "least_rows": 0, "most_rows": 0}]
     assert "host h1 computes 2.30 times as long as planned, the others 1.00 times" in caplog.text
     _steps(found, 4 * stragglers.STEPS, SLOW)
     assert len(notes) == 1
+
+
+def test_where_rows_can_move_the_time_of_a_row_is_told(notes: list[dict[str, int]]) -> None:
+    """The host has fewer rows already, and has become slower."""
+    found = Stragglers(_world(), 1.5, lambda: (2, 170), (231, 231, 100, 100))
+    _steps(found, 2 * stragglers.STEPS, (2100, 5000))
+    assert notes == [{"slow": 0, "slow_percent": 500, "least_rows": 2, "most_rows": 170}]
+
+
+def test_a_host_with_fewer_rows_that_has_recovered_is_told_once(notes: list[dict[str, int]]) -> None:
+    found = Stragglers(_world(), 1.5, lambda: (2, 170), (231, 231, 100, 100))
+    _steps(found, 2 * stragglers.STEPS, (1000, 2310))
+    assert not notes, "it is as slow as it was"
+    _steps(found, stragglers.STEPS, (450, 1040))
+    _steps(found, stragglers.STEPS, (1000, 2310))
+    assert not notes, "twice in a row"
+    _steps(found, 4 * stragglers.STEPS, (450, 1040))
+    assert notes == [{"slow": 0, "slow_percent": 100, "least_rows": 2, "most_rows": 170}]
 
 
 def test_a_host_that_is_slow_now_and_then_is_not_told(notes: list[dict[str, int]]) -> None:
