@@ -1,4 +1,4 @@
-"""Keeps free memory with a virtual machine: many hosts take it back at once, and give it again at 10 to 30 s per GiB.
+"""Keeps free memory with a virtual machine: some hosts take it back at once, and give it again slowly.
 
     python bench/_warm_memory.py GIB
 

@@ -33,7 +33,7 @@ class Training(Outcome):
         """Let the ranks of the first start that gets there run `code` before a step."""
         mark = self.folder / f"done_{step}"
         lines = [
-            "import os, pathlib",
+            "import os, pathlib, time",
             f"mark = pathlib.Path({str(mark)!r} + str(rank))",
             "if not mark.exists():",
             "    mark.touch()",
@@ -162,21 +162,28 @@ def test_the_launchers_own_machine_stays(training: Training) -> None:
 
 
 def test_the_plan_for_other_hosts_is_there_when_they_come(training: Training) -> None:
-    """Plans for one slot fewer and one more are made while the job trains."""
+    """Plans for one slot fewer and one more are made while the job trains, also where its own plan was made so."""
 
     def plans() -> int:
         return training.job.run("rannc-cache", "ls").count("deployment")
 
     before = plans()
     training.hosts.write_text("localhost slots=2")
+    training.at(22, f"while not pathlib.Path({str(training.folder / 'enough')!r}).exists(): time.sleep(0.05)")
     # Other jobs of this home have other plans.
     process = training.start("--hostfile", str(training.hosts), pause_s=0.6, RANNC_MAX_PIPELINE="16")
-    deadline = time.monotonic() + LONG_S
-    while plans() < before + 3:  # for 2, 1 and 3 ranks
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + LONG_S
+        while plans() < before + count:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    wait_for(3)  # for 2, 1 and 3 ranks
     training.hosts.write_text("localhost slots=3")
+    wait_for(4)  # for 4 ranks, by those 3
+    (training.folder / "enough").touch()
     output, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 0, output
     training.check()

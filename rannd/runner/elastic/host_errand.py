@@ -80,10 +80,10 @@ class HostErrand:
         """After this step."""
         self.saved = -1
         """Step of the newest checkpoint; -1: none is known."""
-        self.rescued = ""
-        """Folder of what was written after a failure; '': nothing was."""
         self._whole = -1
         """The same, of the training that `pyrannc.elastic` saves: scripts save others for purposes of their own."""
+        self.rescued = ""
+        """Folder of what was written after a failure; '': nothing was."""
 
     def due(self) -> float:
         """Return when the file is looked at next."""

@@ -160,18 +160,23 @@ class Planner:
         if lacking is not None:
             deployment = self._replan_for_free_memory(deployment, *lacking)
         self._tell(deployment)
-        if rank_notes.heard() and self._world.rank == 0:
-            self._plan_ahead()
+        self._plan_ahead()
         if self._config.save_graph_profile and not self._measuring.profile:  # a cached deployment needed no profile
             self._measuring.costs(self._blocks(len(self._world.slots)))
         self._save_profile()
         return deployment
 
     def _plan_ahead(self) -> None:
-        """Let a process of low priority plan for the hosts that this elastic job may have next."""
-        config, links = self._config, self._measuring.known_links()
-        if links is None or config.cache != "on":  # a next start would not look for them
-            log.get("RaNNCModule").debug("No plans for other hosts are made in advance (cache = %s)", config.cache)
+        """Let a process of low priority plan for the hosts that an elastic job may have next. Collective.
+
+        A deployment from the cache needed no costs of links; plans for other hosts do.
+        """
+        config = self._config
+        wanted = rank_notes.heard() and config.cache == "on"  # else a next start would not look for them
+        if not self._world.broadcast_bytes(bytes([wanted]))[0]:
+            return
+        links = self._measuring.measured_links()
+        if self._world.rank:
             return
         ahead = next_slots(self._world.slots)
         start_planning(

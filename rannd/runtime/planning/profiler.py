@@ -92,8 +92,7 @@ class Measuring:
     def costs(self, blocks: Sequence[Block]) -> CostTable:
         """Costs of all blocks and of the links, measured unless already known. Collective."""
         self._measure(self.parts.wanted(blocks), everything=False)
-        self.links = self._links()
-        return CostTable(self.parts.costs(blocks, self.profile, self._most), *self.links)
+        return CostTable(self.parts.costs(blocks, self.profile, self._most), *self.measured_links())
 
     def measure_all(self, plans: Iterable[Sequence[Block]]) -> None:
         """Measure the blocks of several plans, at row counts that suffice for any smaller mini-batch. Collective."""
@@ -182,21 +181,22 @@ class Measuring:
 
     # -- links ------------------------------------------------------------------------------------------------
 
-    def _links(self) -> tuple[LinkCost, LinkCost | None]:
-        """Costs of links within a node and between nodes, for `CostTable`. Collective."""
+    def measured_links(self) -> tuple[LinkCost, LinkCost | None]:
+        """Costs of links within a node and between nodes, measured unless already known. Collective."""
         if self._world.size == 1:
-            return copy_speed(self._world.device), None
-        data = self._world.broadcast_bytes(msgspec.msgpack.encode(self.known_links()))
+            self.links = copy_speed(self._world.device), None
+            return self.links
+        data = self._world.broadcast_bytes(msgspec.msgpack.encode(self._known_links()))
         found: tuple[LinkCost, LinkCost | None] | None = _KNOWN_LINKS.decode(data)
-        if found is not None:
-            return found
-        links = self._measure_links()
-        client = self._context.cache.client
-        if client is not None:
-            client.put(self._link_key(), msgspec.msgpack.encode(links))
-        return links
+        if found is None:
+            found = self._measure_links()
+            client = self._context.cache.client
+            if client is not None:
+                client.put(self._link_key(), msgspec.msgpack.encode(found))
+        self.links = found
+        return found
 
-    def known_links(self) -> tuple[LinkCost, LinkCost | None] | None:
+    def _known_links(self) -> tuple[LinkCost, LinkCost | None] | None:
         """What rank 0 knows of the links; not collective."""
         client = self._context.cache.client
         if self.links is not None or client is None:

@@ -345,11 +345,8 @@ def test_the_step_to_resume_from(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda: nn.Linear(4, 1), True, True),
         (lambda: nn.Linear(4, 1), False, False),
-        (
-            lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)),
-            True,
-            False,
-        ),  # of which samples, makes a difference
+        # Statistics of a rank's samples depend on which these are.
+        (lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)), True, False),
     ],
 )
 def test_rows_move_where_the_script_wants_that_and_samples_are_independent(
