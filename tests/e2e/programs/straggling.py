@@ -57,11 +57,11 @@ def main() -> None:
     sampler = pyrannc.ElasticSampler(range(240), 12, balance=True)
     loader = DataLoader(TensorDataset(torch.randn(240, 64)), batch_sampler=sampler)
     state = pyrannc.elastic(model, optimizer, None, sampler, directory=FOLDER / "checkpoints")
-    (FOLDER / f"rows_{RANKS}_{RANK}").write_text(str(len(next(iter(sampler)))))
     epochs = sampler.epoch + (2 if state.restored else 5000)
     for epoch in range(sampler.epoch, epochs):
         sampler.set_epoch(epoch)
         for (rows,) in loader:
+            (FOLDER / f"rows_{RANKS}_{RANK}").write_text(str(len(rows)))
             optimizer.zero_grad()
             model(rows).backward()
             optimizer.step()
