@@ -4,7 +4,7 @@ Nothing is measured here. A measurement is of one part of the model with one num
 runs of the part: its forward, in most runs followed by its backward.
 
 ours         different grains (by structural hash) times numbers of rows, as requested by
-             rannd/runtime/planning/profiler.py and divided among ranks by rannd/profile/block_costs.py
+             rannd/runtime/planning/profiler.py; all ranks of a node make them at the same moment
 stage phase  upstream's: different merged graphs of consecutive blocks times rows times with or without recomputing,
              in the loops of its search (see `upstream`), all on one rank. Assumes our blocks; whether a stage fits into
              a device is computed by formula
@@ -30,8 +30,7 @@ from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.stage_costs.intervals import Intervals, at
 from rannd.profile.analytic import analytic_costs
-from rannd.profile.block_costs import TURNS
-from rannd.profile.measure import RUNS
+from rannd.profile.block_costs import FEWEST_RUNS, TURNS
 from rannd.profile.points import Measured, Point, lacking
 
 DEVICES = 8
@@ -42,9 +41,10 @@ LAYERS, DEEPER = 24, 48
 WIDTHS = (1024, 2048, 4096)
 CLUSTER = "v100x8"
 
-FORWARDS = 1 + TURNS * (1 + RUNS + 1)
-"""Maximum forward runs of a part in one of our measurements: one to record what autograd saves, and in each turn a
-warm-up, the timed runs, and one for gradients of inputs only. All but the first also run backward."""
+FORWARDS = 2 + TURNS * (FEWEST_RUNS + -(-FEWEST_RUNS // 2))
+"""Forward runs of a part in one of our measurements, if it takes 5 ms or more and does not vary: one to record what
+autograd saves, one to see how long it takes, and in each turn the timed runs, and half as many for gradients of inputs
+only. All but the first also run backward."""
 THEIR_RUNS = 3
 """Runs of one measurement of upstream. If the stage recomputes, each runs forward three times: to find out whether
 there is a backward, for the timing, and in backward."""
@@ -86,12 +86,9 @@ def subgraphs() -> None:
 
 
 def beside(ours: Mapping[str, tuple[int, ...]], measurements: int, runs: int) -> str:
-    """Ratios to ours: of the totals, and of upstream's one rank to our busiest rank."""
-    count, most = sum(map(len, ours.values())), busiest(ours)
-    return (
-        f": x {measurements / count:.1f} and x {runs / count / FORWARDS:.1f}, of one rank x {measurements / most:.1f} "
-        f"and x {runs / most / FORWARDS:.1f}"
-    )
+    """Ratios to ours, which all ranks make at the same time; upstream's are those of one rank."""
+    count = sum(map(len, ours.values()))
+    return f": x {measurements / count:.1f} and x {runs / count / FORWARDS:.1f}"
 
 
 def gpt(layers: int, width: int) -> TaskGraph:
@@ -139,18 +136,9 @@ def after(measured: Mapping[str, tuple[int, ...]]) -> dict[str, Measured]:
     return {each: Measured(tuple(Point(count, 0, 0, 0, 0) for count in rows)) for each, rows in measured.items()}
 
 
-def busiest(measured: Mapping[str, tuple[int, ...]]) -> int:
-    """Number of measurements of the rank that makes most of them."""
-    each = [len(rows) for rows in measured.values()]
-    return max(sum(each[rank::DEVICES]) for rank in range(DEVICES))
-
-
 def told(measured: Mapping[str, tuple[int, ...]]) -> str:
-    count, most = sum(map(len, measured.values())), busiest(measured)
-    return (
-        f"{len(measured)} structures, {count} measurements, {count * FORWARDS} runs; "
-        f"at most {most} and {most * FORWARDS} on one rank"
-    )
+    count = sum(map(len, measured.values()))
+    return f"{len(measured)} structures, {count} measurements, {count * FORWARDS} runs"
 
 
 # -- upstream -------------------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
 from rannd.plan.simulate.simulator import predict
 from rannd.profile.analytic import analytic_costs, link_cost
-from rannd.profile.block_costs import block_part
+from rannd.profile.block_costs import block_part, measure_alone
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
-from rannd.profile.measure import ProfileInputs, measure
+from rannd.profile.measure import ProfileInputs
 from rannd.runner.resources.rank_environment import MALLOC_SETTINGS
 
 CPU = torch.device("cpu")
@@ -202,7 +202,7 @@ def machine_and_blocks(
         least = (min(least[0], product_us), min(least[1], sum_us), min(least[2], latency_us))
         for number, key in enumerate(hashes):
             if hashes.index(key) == number:
-                again = measure(block_part(graph, blocks[number]), sample, rows).cost(max(rows))
+                again = measure_alone(block_part(graph, blocks[number]), sample, rows).cost(max(rows))
                 if key not in found or _whole(again, rows[1]) < _whole(found[key], rows[1]):
                     found[key] = again
     return machine(least), [found[key] for key in hashes]

@@ -9,12 +9,15 @@ without waiting, behind other work that is long enough for the host to get ahead
 so gaps in which the device would wait for the host do not count, nor does what lies between the events of two spans.
 The host's time is taken apart, from an empty queue on and without waiting. A span costs the larger of the two: a model
 runs no faster than it is issued, and no faster than the device computes.
+
+On the CPU wall time and the processor's time of the thread are compared: where other processes took the processor away,
+the latter counts.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
@@ -33,6 +36,9 @@ Action: TypeAlias = Callable[[Stamp], None]
 Mark = TypeVar("Mark")
 T = TypeVar("T")
 
+QUARTILE = 0.25
+"""Fraction of an accelerator's runs that are at most as long as the one that counts: other processes only make them
+longer."""
 REPEATS = 5
 """Runs of an action that are timed on an accelerator."""
 WARM_US = 300_000.0
@@ -77,6 +83,14 @@ class Span(NamedTuple):
         return max(self)
 
 
+class Sample(NamedTuple):
+    """Microseconds of one run of a part of an action."""
+
+    us: float
+    disturbed: bool = False
+    """Whether other processes may have made it longer."""
+
+
 class Timer(Generic[Mark]):
     """Times actions on a device with a queue; warms it first."""
 
@@ -94,11 +108,14 @@ class Timer(Generic[Mark]):
             self._piece_us = max(queue.between_us(first, last) / PIECES, 0.1)
 
     def spans(self, action: Action, repeats: int) -> list[Span]:
-        """Median times of the spans of an action, which is first run once untimed: it loads, allocates and tunes."""
+        """Times of the spans of an action, which is first run once untimed: it loads, allocates and tunes.
+
+        They are the lower quartiles of `repeats` runs.
+        """
         action(_nothing)
         host, issue_us = self._on_host(action, repeats)
         device = self._on_device(action, repeats, issue_us)
-        return [Span(*each) for each in zip(_medians(host), _medians(device), strict=True)]
+        return [Span(*each) for each in zip(_quartiles(host), _quartiles(device), strict=True)]
 
     def _on_host(self, action: Action, repeats: int) -> tuple[list[list[float]], float]:
         """The spans of each repeat by the host's clock, and the microseconds in which all of it was issued.
@@ -176,28 +193,55 @@ class EventQueue:
 _timers: dict[torch.device, Timer[torch.Event]] = {}
 
 
-def spans(device: torch.device, action: Action, repeats: int = 1, *, untimed: bool = False) -> list[float]:
-    """Microseconds of each span of an action, the median of several runs.
+class HostTime(NamedTuple):
+    """The host's clocks at one moment."""
+
+    wall_us: float
+    cpu_us: float
+    """The processor's time of this thread."""
+    preempted: int
+    """How often the processor was taken away, from this thread, or if there are several from any of the process,"""
+    waited: int
+    """and how often it was given away, to wait for something."""
+
+
+def host_time(*, threads: int) -> HostTime:
+    """Read the clocks. `threads`: number of threads that compute."""
+    used = resource.getrusage(resource.RUSAGE_THREAD if threads == 1 else resource.RUSAGE_SELF)
+    return HostTime(time.perf_counter_ns() / 1e3, time.thread_time_ns() / 1e3, used.ru_nivcsw, used.ru_nvcsw)
+
+
+def host_sample(first: HostTime, last: HostTime, *, threads: int) -> Sample:
+    """Return what the computations between two moments take by themselves.
+
+    One thread that waits for nothing takes its processor's time. Of one that waits, and of several threads, the wall
+    time counts, which is disturbed where the processor was taken away.
+    """
+    if threads == 1 and last.waited == first.waited:
+        return Sample(last.cpu_us - first.cpu_us)
+    return Sample(last.wall_us - first.wall_us, disturbed=last.preempted > first.preempted)
+
+
+def spans(device: torch.device, action: Action, repeats: int = 1) -> list[list[Sample]]:
+    """Return samples of each span of an action.
 
     Args:
         device: Device that it computes on.
         action: Is run several times.
-        repeats: Timed runs on the CPU. On an accelerator there are at least `REPEATS`, by the host's clock and again by
-            the device's.
-        untimed: Whether a run that is not timed comes first, as it always does on an accelerator.
+        repeats: Runs on the CPU, each of which is a sample. On an accelerator there is one sample of `REPEATS` runs by
+            the host's clock and as many by the device's, after one that is not timed.
     """
     if is_accelerator(device):
         if device not in _timers:
             _timers[device] = Timer(EventQueue(device))
-        return [span.us for span in _timers[device].spans(action, max(repeats, REPEATS))]
-    if untimed:
-        action(_nothing)
-    found = []
+        return [[Sample(span.us)] for span in _timers[device].spans(action, REPEATS)]
+    threads = torch.get_num_threads()
+    found: list[list[Sample]] = []
     for _ in range(repeats):
-        stamps: list[float] = []
-        action(functools.partial(_note, time.perf_counter, stamps))
-        found.append([(last - first) * 1e6 for first, last in _pairs(stamps)])
-    return _medians(found)
+        stamps: list[HostTime] = []
+        action(functools.partial(_note, functools.partial(host_time, threads=threads), stamps))
+        found.append([host_sample(first, last, threads=threads) for first, last in _pairs(stamps)])
+    return [list(each) for each in zip(*found, strict=True)]
 
 
 def release() -> None:
@@ -217,5 +261,5 @@ def _pairs(stamps: Sequence[T]) -> Iterator[tuple[T, T]]:
     return zip(stamps[::2], stamps[1::2], strict=True)
 
 
-def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(times) for times in zip(*runs, strict=True)]
+def _quartiles(runs: Sequence[Sequence[float]]) -> list[float]:
+    return [sorted(times)[int(QUARTILE * (len(times) - 1))] for times in zip(*runs, strict=True)]

@@ -1,25 +1,73 @@
-"""Measures the blocks of a model: each distinct structure is measured on one of the ranks."""
+"""Measures the blocks of a model: each distinct structure on all ranks of one node, at the same moment.
+
+What ranks of a node share (memory, caches) is then as busy as in a step. Other processes come and go; so turns through
+all parts are spread over time, and what varies much gets more turns, as far as a time budget goes::
+
+    look at each part    bytes kept, row counts that fit, about how long it takes
+    3 turns              each part, beside each other rank; few runs of long parts, more of short ones
+    more turns           parts that vary, for as long as the first ones took
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
 
 import msgspec
 from torch.fx import Node
 
+from rannd import log
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import Part, extract
 from rannd.log import Progress
-from rannd.profile.measure import ProfileInputs, finish, measure
-from rannd.profile.points import Measured, middle
+from rannd.profile.measure import Meet, ProfiledPart, ProfileInputs, finish
+from rannd.profile.points import Measured
+from rannd.profile.samples import Turn, counted
 
 TURNS = 3
-"""Number of measurements of each block, spread over time, so that short disturbances do not enter the median."""
+"""Number of turns of each part."""
 LONG_S = 2.0
-"""Total seconds per block after which it is not measured again."""
+"""Total seconds of a part's turns after which it has no others, unless it varies."""
+RUN_US = 10_000.0
+"""Microseconds of forwards and backwards in a turn, of one part with one number of rows, at least,"""
+FEWEST_RUNS, MOST_RUNS = 2, 5
+"""but not less or more runs than these."""
+EXTRA_S = 1.0
+"""Seconds for turns of parts that vary; for large models as long as the first turns took, if that is more."""
+MOST_TURNS = 12
+"""Maximum number of turns."""
 
-_found = msgspec.msgpack.Decoder(dict[str, Measured])
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that measure together.
+
+    `local`: number of this rank among those of its node. `gather`: all-gather of bytes over all ranks. `meet`: barrier
+    of the ranks of the node.
+    """
+
+    local: int = 0
+    local_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    gather: Callable[[bytes], list[bytes]] = lambda data: [data]
+    meet: Meet = lambda: None
+
+
+ALONE = Ranks()
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells after a turn. `seconds`: since it began."""
+
+    seconds: float
+    first: dict[str, Measured]
+    turns: dict[str, Turn]
+
+
+_told = msgspec.msgpack.Decoder(list[_Told])
 
 
 def block_part(graph: ModelGraph, ops: Sequence[int], name: str = "Block") -> Part:
@@ -28,50 +76,123 @@ def block_part(graph: ModelGraph, ops: Sequence[int], name: str = "Block") -> Pa
     return extract(graph.traced, graph.placement, {nodes[op] for op in ops}, name)
 
 
+def measure_alone(part: Part, sample: ProfileInputs, rows: Sequence[int], crossing: Sequence[str] = ()) -> Measured:
+    """Measure one part on this rank alone, see `measure_missing`."""
+    return measure_missing({"": tuple(rows)}, lambda _: (part, crossing), sample, ALONE)[""]
+
+
 def measure_missing(
     missing: Mapping[str, tuple[int, ...]],
     part_of: Callable[[str], tuple[Part, Sequence[str]]],
     sample: ProfileInputs,
-    *,
-    rank: int,
-    world: int,
-    gather: Callable[[bytes], list[bytes]],
+    ranks: Ranks,
     tell: Callable[[float], None] | None = None,
 ) -> dict[str, Measured]:
-    """Measure the blocks in `missing`, each on one of `world` ranks, and return the results on all ranks.
+    """Measure the blocks in `missing`, each on one of the nodes, and return the results on all ranks.
 
     Collective. A ProfileError on one rank is raised on that rank only.
 
     Args:
         missing: Row counts to measure, by hash of the block.
-        part_of: Returns a block and the names of the values that cross its border, see `measure`.
+        part_of: Returns a block and the names of the values that cross its border, see `ProfiledPart`.
         sample: Inputs and parameters for the measurements.
-        rank: Number of this rank.
-        world: Number of ranks.
-        gather: All-gather of bytes over the ranks.
-        tell: Called with the fraction of its blocks that this rank has measured.
+        ranks: This rank and the others.
+        tell: Called with the fraction of the measurements that is done.
     """
-    mine = list(missing)[rank::world]
-    parts: dict[str, tuple[Part, Sequence[str]]] = {}
-    found: dict[str, list[Measured]] = {key: [] for key in mine}
-    took = dict.fromkeys(mine, 0.0)
-    count = len(mine) * TURNS
-    with Progress("GraphProfiler", "Measured {done} of {total} parts", count, shown=rank == 0, tell=tell) as progress:
-        for _ in range(TURNS):
+    if not missing:
+        return {}
+    mine = list(missing)[ranks.node :: ranks.nodes]
+    begun = time.perf_counter()
+    first: dict[str, Measured] = {}
+    turns: dict[str, list[Turn]] = {key: [] for key in missing}
+
+    def exchange(own_first: Mapping[str, Measured], own: Mapping[str, Turn]) -> float:
+        """Gather what all ranks have found in a turn; returns the seconds since the slowest rank began."""
+        told = _Told(time.perf_counter() - begun, dict(own_first), dict(own))
+        every = [each for data in ranks.gather(msgspec.msgpack.encode([told])) for each in _told.decode(data)]
+        for each in every:
+            for key, found in each.first.items():
+                first[key] = _smaller(found, first.get(key))
+        for key, before in turns.items():
+            now = [each.turns[key] for each in every if key in each.turns]
+            if now:
+                before.append(now[0].and_those(now[1:]))
+        return max(each.seconds for each in every)
+
+    count = len(mine) * (1 + TURNS)
+    with Progress(
+        "GraphProfiler", "Measured {done} of {total} parts", count, shown=ranks.node == ranks.local == 0, tell=tell
+    ) as progress:
+        parts = _prepared(mine, part_of, sample, ranks)
+        looked: dict[str, Measured] = {}
+        for key in mine:
+            ranks.meet()
+            looked[key] = parts[key].first(missing[key])
+            progress.step()
+        exchange(looked, {})
+        spent = enough = 0.0
+        for number in range(MOST_TURNS):
+            chosen = _chosen(first, turns, number)
+            if not chosen or (number >= TURNS and spent > enough + max(EXTRA_S, enough)):
+                break
+            own: dict[str, Turn] = {}
             for key in mine:
-                earlier = found[key]
-                if key not in parts:
-                    parts[key] = part_of(key)
-                if took[key] < LONG_S and not any(each.too_many for each in earlier):
-                    start = time.perf_counter()
-                    rows = [point.rows for point in earlier[0].points] if earlier else missing[key]
-                    measured = measure(parts[key][0], sample, rows, parts[key][1], again=bool(earlier))
-                    if not measured.too_many or not earlier:  # out of memory in a repeated run is due to something else
-                        earlier.append(measured)
-                    took[key] += time.perf_counter() - start
-                progress.step()
+                if key in chosen:
+                    own[key] = parts[key].turn(_runs(first[key]), ranks.meet)
+                if number < TURNS:
+                    progress.step()
+            spent = exchange({}, own)
+            enough = spent if number < TURNS else enough
     finish()
-    merged: dict[str, Measured] = {}
-    for data in gather(msgspec.msgpack.encode({key: middle(each) for key, each in found.items()})):
-        merged.update(_found.decode(data))
-    return merged
+    found = {key: counted(first[key], every) for key, every in turns.items()}
+    noisy = sum(any(point.is_noisy for point in each.points) for each in found.values())
+    if noisy and ranks.node == ranks.local == 0:
+        log.get("GraphProfiler").info(
+            "The times of %d of %d parts vary by more than 5 %%: other processes use this machine. The next job that "
+            "measures anything of this model measures them again",
+            noisy,
+            len(found),
+        )
+    return found
+
+
+def _prepared(
+    keys: Sequence[str], part_of: Callable[[str], tuple[Part, Sequence[str]]], sample: ProfileInputs, ranks: Ranks
+) -> dict[str, ProfiledPart]:
+    """Extract parts, and compile them if compiled code is measured: each first on one rank of the node."""
+    own = keys[ranks.local :: ranks.local_size]
+    given = {key: part_of(key) for key in own}
+    ranks.meet()
+    given |= {key: part_of(key) for key in keys if key not in given}
+    return {key: ProfiledPart(given[key][0], sample, given[key][1]) for key in keys}
+
+
+def _chosen(first: Mapping[str, Measured], turns: Mapping[str, Sequence[Turn]], number: int) -> set[str]:
+    """Return the parts that have a turn, the same on all ranks: all in the first ones, then those that vary."""
+    if number == 0:
+        return set(turns)
+    found = set()
+    for key, before in turns.items():
+        varies = any(point.is_noisy for point in counted(first[key], before).points)
+        short = sum(turn.seconds for turn in before) < LONG_S
+        if varies or (short and number < TURNS):
+            found.add(key)
+    return found
+
+
+def _runs(first: Measured) -> dict[int, int]:
+    """Return how often to run each row count in a turn."""
+    return {
+        point.rows: min(max(ceil(RUN_US / max(point.forward_us + point.backward_us, 1.0)), FEWEST_RUNS), MOST_RUNS)
+        for point in first.points
+    }
+
+
+def _smaller(found: Measured, other: Measured | None) -> Measured:
+    """Join what two ranks have found: row counts that fit on both, and the tighter bound."""
+    if other is None:
+        return found
+    both = {point.rows for point in found.points} & {point.rows for point in other.points}
+    points = tuple(point for point in other.points if point.rows in both)
+    bounds = [each.too_many for each in (found, other) if each.too_many]
+    return msgspec.structs.replace(other, points=points, too_many=min(bounds, default=0))

@@ -10,7 +10,7 @@ import msgspec
 from rannd.errors import ProfileError
 from rannd.profile.points import Measured, is_plausible
 
-FORMAT = 2
+FORMAT = 3
 MAX_BYTES = 64 << 20
 _AGAIN = "run without it to profile again"
 

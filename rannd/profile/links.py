@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rannd.device import timing
 from rannd.device.identity import is_accelerator
 from rannd.profile.costs import LinkCost
+from rannd.profile.samples import typical
 
 SMALL, LARGE = 4 << 10, 4 << 20
 """Smallest and largest message in bytes. One between them is sent, too, see `sizes_up_to`."""
@@ -17,7 +18,7 @@ FASTER = 16
 """The largest message between accelerators, relative to `LARGE`: their links take no time for that one."""
 BUCKET = 25 << 20
 """Bytes of the largest all-reduce: the size of a gradient bucket, larger than caches."""
-REPEATS = 5
+REPEATS = 8
 DISTURBED = 1.75
 """Factor by which the largest message may take longer than the middle one says: caches speed up the smaller ones."""
 
@@ -120,11 +121,11 @@ def _largest(device: torch.device) -> int:
 
 
 def _time(action: Callable[[int], None], nbytes: int, device: torch.device) -> float:
-    """Return the median time of several runs, in microseconds."""
+    """Return the typical time of several runs, in microseconds."""
 
     def run(stamp: timing.Stamp) -> None:
         stamp()
         action(nbytes)
         stamp()
 
-    return timing.spans(device, run, REPEATS)[0]
+    return typical([timing.spans(device, run, REPEATS)[0]])[0]

@@ -6,15 +6,16 @@ the random number generators stay unchanged.
 
 The time for parameter gradients that a schedule may delay is what a backward takes less if it only queues them, as the
 runtime does it (rannd.graph.weight_gradients). A stage that recomputes activations runs this same forward in its
-backward. If memory runs out, fewer rows are measured, and the
-failing row count becomes a bound for the planner.
+backward. If memory runs out, fewer rows are measured, and the failing row count becomes a bound for the planner.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from math import ceil
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -23,20 +24,18 @@ from rannd.device import caches, timing
 from rannd.device.generators import kept_generators
 from rannd.device.identity import is_accelerator
 from rannd.device.memory import release_unused
-from rannd.device.timing import Stamp, spans
+from rannd.device.timing import Sample, Stamp, spans
 from rannd.errors import ProfileError
 from rannd.graph.partition.cut import Part, crossing_shape
-from rannd.graph.weight_gradients.separation import SeparatedPart, separate
+from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.profile.failing_op import failing_op
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.profile.points import Measured, Point
+from rannd.profile.samples import RowSamples, Turn
 
-RUNS = 2
-"""Timed runs per row count on the CPU; on an accelerator there are more."""
-
-_LEAST_DELAYED = 0.01
-"""Part of a backward that can be delayed at least where anything can."""
+Meet: TypeAlias = Callable[[], None]
+"""Waits for the ranks that measure the same at the same moment."""
 
 
 class ProfileInputs:
@@ -100,63 +99,179 @@ _ZEROED = {
 }
 
 
-def measure(
-    part: Part, sample: ProfileInputs, rows: Sequence[int], crossing: Sequence[str] = (), *, again: bool = False
-) -> Measured:
-    """Measure times and activation bytes of a part for each row count. Modifies the part.
-
-    If memory runs out, fewer rows are tried, and the result says how many are too many.
+class ProfiledPart:
+    """A part that is measured several times. Modifies the part.
 
     Args:
         part: The part to run.
         sample: Inputs and parameters for it.
-        rows: Row counts, ascending.
-        crossing: Names of values that cross the part's border; the result says which of them autograd saves.
-        again: The part has run before with these row counts, so only times are measured.
-
-    Raises:
-        ProfileError: The part does not run, or runs out of memory even with one row.
+        crossing: Names of values that cross the part's border; the measurement says which of them autograd saves.
     """
-    _zero_indices(part)
-    found: dict[int, Point] = {}
-    kept: set[str] = set()
-    activations = 0.0
-    waiting, too_many = list(rows), 0
-    error: ProfileError | None = None
-    with kept_generators([sample.device]), sample.around():
-        tensors = {}
-        for name in part.tensors:
+
+    def __init__(self, part: Part, sample: ProfileInputs, crossing: Sequence[str] = ()) -> None:
+        _zero_indices(part)
+        self._part, self._sample, self._crossing = part, sample, crossing
+        parameters = {name for name in part.tensors if _is_parameter(sample, name)}
+        self._halves = None if sample.compiles else separate(part, parameters)
+
+    def first(self, rows: Sequence[int]) -> Measured:
+        """Measure activation bytes for each row count, and times once, which tell how long a turn will take.
+
+        If memory runs out, fewer rows are tried, and the result says how many are too many.
+
+        Args:
+            rows: Row counts, ascending.
+
+        Raises:
+            ProfileError: The part does not run, or runs out of memory even with one row.
+        """
+        part, sample = self._part, self._sample
+        found: dict[int, Point] = {}
+        kept: set[str] = set()
+        waiting, too_many = list(rows), 0
+        error: ProfileError | None = None
+        with kept_generators([sample.device]), sample.around():
+            tensors = self._tensors()
+            while waiting:
+                count = waiting.pop(0)
+                try:
+                    activations, kept = _kept(part, sample, tensors, count)
+                    forward, backward = self._runs(tensors, count, 1)
+                    found[count] = Point(count, forward[0].us, sum(each.us for each in backward), 0.0, activations)
+                except Exception as exc:
+                    if not is_out_of_memory(exc):
+                        if error is not None:
+                            break  # some models do not take fewer rows: BatchNorm needs two
+                        raise _cannot(part, sample, tensors, count, exc) from exc
+                    error, too_many = _cannot(part, sample, tensors, count, exc), count
+                if too_many:
+                    # Halve the distance down to a row count that ran, or to one row, until the bound is within a factor
+                    # of two.
+                    free = max((count for count in found if count < too_many), default=0)
+                    waiting = [max(too_many // 2, 1)] if too_many // 2 > free else []
+                    release_unused(sample.device)
+        if error is not None and not found:
+            raise error
+        places = tuple(place for place, name in enumerate(self._crossing) if name in kept)
+        return Measured(tuple(found[count] for count in sorted(found)), too_many, places)
+
+    def turn(self, runs: Mapping[int, int], meet: Meet) -> Turn:
+        """Measure times, by number of rows. What runs out of memory, due to something else, has no samples.
+
+        Args:
+            runs: How often to run each row count; the same on all ranks.
+            meet: Called the same number of times on all ranks, whatever happens.
+
+        Raises:
+            ProfileError: The part does not run.
+        """
+        part, sample, halves = self._part, self._sample, self._halves
+        found: dict[int, RowSamples] = {}
+        adding: tuple[Sample, ...] = ()
+        start = time.perf_counter()
+        with kept_generators([sample.device]), sample.around():
+            tensors = self._tensors()
+            for count, repeats in runs.items():
+                with _Meetings(meet, sample.device, repeats + (ceil(repeats / 2) if halves else 0)) as met:
+                    try:
+                        forward, backward = self._runs(tensors, count, repeats, met)
+                        half = self._first_half(tensors, count, ceil(repeats / 2), met) if backward and halves else ()
+                    except Exception as exc:
+                        if not is_out_of_memory(exc):
+                            raise _cannot(part, sample, tensors, count, exc) from exc
+                        release_unused(sample.device)
+                        continue
+                found[count] = RowSamples(forward, backward, half)
+            meet()
+            adding = _adding(tensors.values(), sample.device)
+        return Turn(found, adding, time.perf_counter() - start)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Synthetic tensors of the part, by name."""
+        sample, found = self._sample, {}
+        for name in self._part.tensors:
             like = sample.state[name]
             tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
             # Compiled code distinguishes parameters.
             tensor = torch.nn.Parameter(tensor, False) if _is_parameter(sample, name) else tensor
-            tensors[name] = tensor.requires_grad_(like.requires_grad)
-        adding = _adding(tensors.values(), sample.device)
-        halves = (
-            None if sample.compiles else separate(part, {name for name in part.tensors if _is_parameter(sample, name)})
-        )
-        while waiting:
-            count = waiting.pop(0)
-            try:
-                if not again:
-                    activations, kept = _kept(part, sample, tensors, count)
-                found[count] = Point(count, *_turn(part, halves, sample, tensors, count), activations)
-            except Exception as exc:
-                if not is_out_of_memory(exc):
-                    if error is not None:
-                        break  # some models do not take fewer rows: BatchNorm needs two
-                    raise _cannot(part, sample, tensors, count, exc) from exc
-                error, too_many = _cannot(part, sample, tensors, count, exc), count
-            if too_many:
-                # Halve the distance down to a row count that ran, or to one row, until the bound is within a factor of
-                # two.
-                free = max((count for count in found if count < too_many), default=0)
-                waiting = [max(too_many // 2, 1)] if too_many // 2 > free else []
-                release_unused(sample.device)
-    if error is not None and not found:
-        raise error
-    places = tuple(place for place, name in enumerate(crossing) if name in kept)
-    return Measured(tuple(found[count] for count in sorted(found)), too_many, places, adding)
+            found[name] = tensor.requires_grad_(like.requires_grad)
+        return found
+
+    def _runs(
+        self, tensors: Mapping[str, torch.Tensor], rows: int, repeats: int, met: Meet = lambda: None
+    ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+        """Times of forwards, and of their backwards; () if there is none."""
+        part, sample = self._part, self._sample
+
+        def run(stamp: Stamp) -> None:
+            inputs = _inputs(part, sample, rows)
+            met()
+            stamp()
+            roots = _forward(part, sample, inputs, tensors, rows)
+            stamp()
+            if not roots:
+                return
+            seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next part
+            stamp()
+            torch.autograd.backward(roots, seeds)
+            stamp()
+            for tensor in tensors.values():
+                tensor.grad = None
+
+        forward, *backward = spans(sample.device, run, repeats)
+        return tuple(forward), tuple(backward[0]) if backward else ()
+
+    def _first_half(
+        self, tensors: Mapping[str, torch.Tensor], rows: int, repeats: int, met: Meet
+    ) -> tuple[Sample, ...]:
+        """Times of backwards that leave what can be delayed; () if there is nothing to delay."""
+        part, sample, halves = self._part, self._sample, self._halves
+        assert halves is not None
+        delayed = 0
+
+        def first_half(stamp: Stamp) -> None:
+            nonlocal delayed
+            queue = WeightQueue()
+            inputs = _inputs(part, sample, rows)
+            with _any_writes(), torch.enable_grad():
+                outputs = halves.module(*inputs, *tensors.values(), *part.numbers_at(rows), queue)
+            roots = _differentiable(outputs)
+            seeds = [torch.ones_like(root) for root in roots]
+            met()
+            stamp()
+            torch.autograd.backward(roots, seeds)
+            stamp()
+            delayed = len(queue)  # none of frozen parameters
+            for tensor in tensors.values():
+                tensor.grad = None
+
+        (found,) = spans(sample.device, first_half, repeats)
+        return tuple(found) if delayed else ()
+
+
+class _Meetings:
+    """Meets other ranks as often as announced: also where memory runs out on this one.
+
+    On an accelerator they meet once, as runs are issued without waiting.
+    """
+
+    def __init__(self, meet: Meet, device: torch.device, count: int) -> None:
+        self._meet, self._left = meet, count
+        if is_accelerator(device):
+            meet()
+            self._left = 0
+
+    def __enter__(self) -> Meet:
+        return self
+
+    def __call__(self) -> None:
+        if self._left:
+            self._left -= 1
+            self._meet()
+
+    def __exit__(self, *_: object) -> None:
+        while self._left:
+            self()
 
 
 def _is_parameter(sample: ProfileInputs, name: str) -> bool:
@@ -182,46 +297,14 @@ def _cannot(
     )
 
 
-def _turn(
-    part: Part,
-    halves: SeparatedPart | None,
-    sample: ProfileInputs,
-    tensors: Mapping[str, torch.Tensor],
-    rows: int,
-) -> tuple[float, float, float]:
-    """Return the microseconds of a forward, of its backward, and those of the backward that can be delayed.
-
-    An untimed run comes first: in a job the memory of a part is already allocated from the previous step.
-    """
-    forward, *rest = spans(sample.device, lambda stamp: _run(part, sample, tensors, rows, stamp), RUNS, untimed=True)
-    backward = rest[0] if rest else 0.0
-    return forward, backward, _weight(part, halves, sample, tensors, rows, backward)
-
-
-def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, stamp: Stamp) -> None:
-    """Run a forward and its backward; its spans are these two, or the forward if there is no backward."""
-    inputs = _inputs(part, sample, rows)
-    stamp()
-    roots = _forward(part, sample, inputs, tensors, rows)
-    stamp()
-    if not roots:
-        return
-    seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next part
-    stamp()
-    torch.autograd.backward(roots, seeds)
-    stamp()
-    for tensor in tensors.values():
-        tensor.grad = None
-
-
 def _inputs(part: Part, sample: ProfileInputs, rows: int) -> list[torch.Tensor]:
     """Return fresh inputs, with caches evicted: in a job inputs were just written, parameters were not."""
     caches.evict(sample.device)
     return [sample.value(node, rows) for node in part.inputs]
 
 
-def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
-    """Return the microseconds to accumulate parameter gradients."""
+def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[Sample, ...]:
+    """Time to accumulate parameter gradients, in one run; () if there are none."""
     trained = [tensor for tensor in tensors if tensor.requires_grad]
 
     def add(stamp: Stamp) -> None:
@@ -235,7 +318,8 @@ def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
                 one.add_(other)
             stamp()
 
-    return sum(spans(device, add)) if trained else 0.0
+    each = [found[0] for found in spans(device, add)] if trained else []
+    return (Sample(sum(one.us for one in each), any(one.disturbed for one in each)),) if each else ()
 
 
 def _forward(
@@ -296,40 +380,6 @@ def _dense_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     indices = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
     return *indices, tensor.values()
-
-
-def _weight(
-    part: Part,
-    halves: SeparatedPart | None,
-    sample: ProfileInputs,
-    tensors: Mapping[str, torch.Tensor],
-    rows: int,
-    whole: float,
-) -> float:
-    """Return how much less than `whole`, all of it, the first half of a backward takes. Microseconds."""
-    if halves is None or not whole:
-        return 0.0
-
-    delayed = 0
-
-    def first_half(stamp: Stamp) -> None:
-        nonlocal delayed
-        queue = WeightQueue()
-        inputs = _inputs(part, sample, rows)
-        with _any_writes(), torch.enable_grad():
-            outputs = halves.module(*inputs, *tensors.values(), *part.numbers_at(rows), queue)
-        roots = _differentiable(outputs)
-        seeds = [torch.ones_like(root) for root in roots]
-        stamp()
-        torch.autograd.backward(roots, seeds)
-        stamp()
-        delayed = len(queue)  # none of frozen parameters
-        for tensor in tensors.values():
-            tensor.grad = None
-
-    found = spans(sample.device, first_half)
-    # Of a small part noise can leave less than nothing; that there is something to delay is known all the same.
-    return max(whole - found[0], _LEAST_DELAYED * whole) if delayed else 0.0
 
 
 def _zero_indices(part: Part) -> None:

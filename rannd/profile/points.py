@@ -5,7 +5,6 @@ No torch in this file.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -19,6 +18,10 @@ STEP = 4
 """Ratio of neighbouring row counts that are measured for a line between them."""
 
 
+NOISY = 0.05
+"""Spread from which on a time is measured again by the next job that measures anything."""
+NOISY_US = 50.0
+"""Microseconds that runs have to differ by for that: a clock and the processor's caches alone make some."""
 LONGEST_US, LARGEST_BYTES = 1e12, 2.0**46
 """Limits of what can have been measured: eleven days, and 64 TiB of activations on one device."""
 
@@ -31,6 +34,13 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     backward_us: float
     weight_us: float
     activation_bytes: float
+    spread: float = 0.0
+    """How far apart the measured times were, relative to them: see `rannd.profile.samples`."""
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether it should be measured again, as other processes may have spoilt it."""
+        return self.spread > NOISY and self.spread * (self.forward_us + self.backward_us) > NOISY_US
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True):
@@ -47,10 +57,14 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
     """Time to accumulate the block's parameter gradients."""
 
     def joined(self, other: Measured | None) -> Measured:
-        """Merge the points of two measurements; where both have one, this one's is taken."""
+        """Merge the points of two measurements; where both have one, this one's is taken, or the less noisy one."""
         if other is None:
             return self
-        points = {point.rows: point for point in (*other.points, *self.points)}
+        points = {point.rows: point for point in other.points}
+        for point in self.points:
+            before = points.get(point.rows)
+            if before is None or not point.is_noisy or point.spread <= before.spread:
+                points[point.rows] = point
         points_of_both = tuple(points[rows] for rows in sorted(points))
         return Measured(points_of_both, self.too_many, self.kept or other.kept, self.add_us or other.add_us)
 
@@ -59,36 +73,28 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
         """The measurement without `too_many`, which must not be stored: it also depends on what else used memory."""
         return Measured(self.points, 0, self.kept, self.add_us)
 
+    def _used(self, most: int) -> tuple[Point | None, Point]:
+        """The points between which costs for microbatches of up to `most` rows are: few rows, and many."""
+        high = next((point for point in self.points if point.rows >= most), self.points[-1])
+        return _below(self.points, high.rows), high
+
+    def noisy(self, most: int) -> tuple[int, ...]:
+        """Row counts, ascending, that the cost for microbatches of up to `most` rows uses although they are noisy."""
+        return tuple(point.rows for point in self._used(most) if point is not None and point.is_noisy)
+
     def cost(self, most: int, crossing: Sequence[int] = ()) -> BlockCost:
         """Fit the cost for microbatches of up to `most` rows.
 
         It is a line through the points nearest to `most` and to a quarter of it; with one point, it is proportional to
         the rows. `crossing`: the graph's values that cross the block's border.
         """
-        high = next((point for point in self.points if point.rows >= most), self.points[-1])
-        low = _below(self.points, high.rows)
+        low, high = self._used(most)
         forward, backward, weight, kept = (
             _line(high.rows, getattr(high, name), *((low.rows, getattr(low, name)) if low is not None else ()))
             for name in ("forward_us", "backward_us", "weight_us", "activation_bytes")
         )
         values = tuple(crossing[place] for place in self.kept if place < len(crossing))
         return BlockCost(forward, backward, kept, weight, max(self.too_many - 1, 0), values, self.add_us)
-
-
-def middle(found: Sequence[Measured]) -> Measured:
-    """Merge repeated measurements of one part with the same row counts: the lower median of each time.
-
-    All else is taken from the first measurement.
-    """
-    points = []
-    for same in zip(*(each.points for each in found), strict=True):
-        times = {
-            name: statistics.median_low(getattr(point, name) for point in same)
-            for name in ("forward_us", "backward_us", "weight_us")
-        }
-        points.append(msgspec.structs.replace(same[0], **times))
-    adding = statistics.median_low(each.add_us for each in found)
-    return msgspec.structs.replace(found[0], points=tuple(points), add_us=adding)
 
 
 def lacking(known: Measured | None, most: int, *, whole: bool) -> tuple[int, ...]:
@@ -147,7 +153,10 @@ def is_plausible(measured: Measured) -> bool:
         and rows[0] >= 1
         and all(a < b for a, b in pairwise(rows))
         and all(0 <= time <= LONGEST_US for time in times)
-        and all(0 <= point.activation_bytes <= LARGEST_BYTES for point in measured.points)
+        and all(
+            0 <= point.activation_bytes <= LARGEST_BYTES and 0 <= point.spread <= LONGEST_US
+            for point in measured.points
+        )
         and all(point.weight_us <= point.backward_us for point in measured.points)
         and measured.too_many >= 0
         and all(place >= 0 for place in measured.kept)

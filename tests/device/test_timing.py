@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from rannd.device import caches, timing
-from rannd.device.timing import AHEAD, LEAST_AHEAD_US, REPEATS, WARM_US, Span, Stamp, Timer
+from rannd.device.timing import (
+    AHEAD,
+    LEAST_AHEAD_US,
+    REPEATS,
+    WARM_US,
+    HostTime,
+    Sample,
+    Span,
+    Stamp,
+    Timer,
+    host_sample,
+    host_time,
+)
 
 PIECE_US = 100.0
 
@@ -179,19 +194,55 @@ def test_one_disturbed_repeat_does_not_count() -> None:
     assert measured(device, run).us == pytest.approx(100.0)
 
 
-def test_on_the_cpu_spans_are_those_of_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_each_run_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) ** 2 * 1e-6)
-    runs: list[int] = []
+    monkeypatch.setattr(timing, "host_time", lambda threads: HostTime(0.0, next(clock) ** 2, 0, 0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
     def action(stamp: Stamp) -> None:
-        runs.append(1)
         for _ in range(4):
             stamp()
 
-    found = timing.spans(torch.device("cpu"), action, 3, untimed=True)
-    assert len(runs) == 4
-    assert found == pytest.approx([5**2 - 4**2, 7**2 - 6**2]), "the median of three"
+    found = timing.spans(torch.device("cpu"), action, 3)
+    assert found == [[Sample(1.0), Sample(5**2 - 4**2), Sample(9**2 - 8**2)], [Sample(5.0), Sample(13.0), Sample(21.0)]]
+
+
+def test_what_one_thread_takes_by_itself_is_the_time_of_its_processor() -> None:
+    def sample(wall: float, cpu: float, preempted: int = 0, waited: int = 0, *, threads: int) -> Sample:
+        first = HostTime(1000.0, 500.0, 3, 7)
+        last = HostTime(1000.0 + wall, 500.0 + cpu, 3 + preempted, 7 + waited)
+        return host_sample(first, last, threads=threads)
+
+    assert sample(300, 100, preempted=2, threads=1) == Sample(100)
+    assert sample(300, 100, waited=1, threads=1) == Sample(300), "it waits for something, which takes its time"
+    assert sample(300, 100, preempted=1, waited=1, threads=1) == Sample(300, disturbed=True)
+    assert sample(300, 100, waited=9, threads=2) == Sample(300), "threads wait for each other"
+    assert sample(300, 100, preempted=1, threads=2) == Sample(300, disturbed=True)
+
+
+def test_a_processor_that_others_take_away_is_not_counted() -> None:
+    """For real: a thread that computes in turns with busy processes on its only core."""
+    cores = os.sched_getaffinity(0)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    core = {min(cores)}
+    try:
+        os.sched_setaffinity(0, core)
+        for other in others:
+            os.sched_setaffinity(other.pid, core)
+        first = host_time(threads=1)
+        until = first.cpu_us + 300_000
+        while host_time(threads=1).cpu_us < until:
+            sum(range(1000))
+        last = host_time(threads=1)
+    finally:
+        os.sched_setaffinity(0, cores)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert last.preempted > first.preempted
+    assert last.wall_us - first.wall_us > 1.3 * 300_000
+    if last.waited == first.waited:
+        assert host_sample(first, last, threads=1).us < 1.1 * 300_000
 
 
 def test_twice_the_cache_of_a_device_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,8 @@ from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.grains import MOST, make_grains
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
-from rannd.profile.block_costs import block_part
+from rannd.profile.block_costs import block_part, measure_alone
 from rannd.profile.kept_values import Memory
-from rannd.profile.measure import measure
 from rannd.profile.points import total
 
 
@@ -118,6 +117,6 @@ def test_what_grains_keep_adds_up_to_what_the_model_keeps(name: str) -> None:
         parts = []
         for grain, border in zip(grains, crossing(graph.task, grains), strict=True):
             names = [values[value].name for value in border]
-            parts.append(measure(block_part(graph, grain), sample, (4,), names).cost(4, border))
+            parts.append(measure_alone(block_part(graph, grain), sample, (4,), names).cost(4, border))
     told = total(parts, Memory(graph.task)).activation_bytes.at(4)
     assert 0.98 * true <= told <= 1.12 * true

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import resource
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +19,20 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from rannd import log
 from rannd.device import caches, timing
+from rannd.device.timing import Sample
 from rannd.errors import ProfileError
 from rannd.graph.call.signature import Mode, classify, flatten_call
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part, extract
 from rannd.profile import measure as measuring
-from rannd.profile.block_costs import block_part, measure_missing
+from rannd.profile.block_costs import ALONE, MOST_TURNS, TURNS, Ranks, block_part, measure_alone, measure_missing
 from rannd.profile.costs import BlockCost
-from rannd.profile.measure import ProfileInputs, finish, measure
+from rannd.profile.measure import ProfiledPart, ProfileInputs, finish
 from rannd.profile.points import Measured, is_plausible
+from rannd.profile.samples import RowSamples, Turn
 
 CPU = torch.device("cpu")
 
@@ -76,7 +83,7 @@ def test_nothing_of_the_users_is_touched() -> None:
     next(model.parameters()).grad = torch.full_like(next(model.parameters()), 3.0)
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
-    measure(whole(graph), sample, (2, 4))
+    measure_alone(whole(graph), sample, (2, 4))
     assert torch.equal(torch.get_rng_state(), random)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -89,7 +96,7 @@ def test_nothing_of_the_users_is_touched() -> None:
 def test_costs_are_positive_and_grow_with_the_rows() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     graph, sample = graph_of(model, torch.randn(8, 64))
-    cost = measure(whole(graph), sample, (8, 64)).cost(64)
+    cost = measure_alone(whole(graph), sample, (8, 64)).cost(64)
     for size in (cost.forward_us, cost.backward_us):
         assert size.at(64) > 0
         assert size.at(1) >= 0
@@ -100,7 +107,7 @@ def test_costs_are_positive_and_grow_with_the_rows() -> None:
 
 def test_adding_gradients_takes_a_time_that_grows_with_the_parameters_alone() -> None:
     small, large = (
-        min(measure(whole(graph), sample, (4,)).cost(4).add_us for _ in range(3))  # others use the machine, too
+        min(measure_alone(whole(graph), sample, (4,)).cost(4).add_us for _ in range(3))  # others use the machine, too
         for graph, sample in (graph_of(nn.Linear(width, 2048), torch.randn(4, width)) for width in (16, 2048))
     )
     assert 0 < 5 * small < large
@@ -136,7 +143,7 @@ def test_parts_are_measured_in_the_same_way_on_a_device_with_a_queue(monkeypatch
     model, graph, sample = small_graph()
     random = torch.get_rng_state()
     try:
-        found = measure(whole(graph), sample, (2, 4))
+        found = measure_alone(whole(graph), sample, (2, 4))
         assert torch.equal(torch.get_rng_state(), random)
         assert [point.rows for point in found.points] == [2, 4]
         assert is_plausible(found)
@@ -151,7 +158,7 @@ def test_parts_are_measured_in_the_same_way_on_a_device_with_a_queue(monkeypatch
         assert torch.equal(sample.value(ids, 2), given[:2])
         layer = nn.Linear(8, 8).requires_grad_(False)
         graph, sample = graph_of(layer, torch.randn(4, 8))
-        assert measure(whole(graph), sample, (4,)).points[0].backward_us == 0
+        assert measure_alone(whole(graph), sample, (4,)).points[0].backward_us == 0
     finally:
         finish()
 
@@ -165,17 +172,13 @@ def test_what_autograd_keeps_of_a_border_is_told() -> None:
     assert [values[value].producer for value in border] == [-1, ops[1]]
     names = [values[value].name for value in border]
     part = block_part(graph, ops)
-    first = measure(part, sample, (4,), names)
-    assert first.kept == (0, 1), "the linear's input, and what tanh makes"
-    again = measure(part, sample, (4,), names, again=True)
-    assert again.points[0].forward_us > 0
-    assert (again.kept, again.points[0].activation_bytes) == ((), 0), "times alone"
+    assert measure_alone(part, sample, (4,), names).kept == (0, 1), "the linear's input, and what tanh makes"
 
 
 def test_frozen_models_have_no_backward() -> None:
     model = nn.Linear(8, 8).requires_grad_(False)
     graph, sample = graph_of(model, torch.randn(4, 8))
-    cost = measure(whole(graph), sample, (4,)).cost(4)
+    cost = measure_alone(whole(graph), sample, (4,)).cost(4)
     assert cost.add_us == 0
     assert cost.backward_us.at(4) == 0
     assert cost.activation_bytes.at(4) == 0
@@ -185,7 +188,7 @@ def test_gradients_of_parameters_are_a_part_of_the_backward() -> None:
     def cost(model: nn.Module, part: slice) -> BlockCost:
         graph, sample = graph_of(model, torch.randn(256, 512))
         ops = [[number] for number in range(len(graph.task.ops))]
-        return measure(block_part(graph, ops[part][0]), sample, (64, 256)).cost(256)
+        return measure_alone(block_part(graph, ops[part][0]), sample, (64, 256)).cost(256)
 
     layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
 
@@ -204,13 +207,12 @@ def test_gradients_of_parameters_are_a_part_of_the_backward() -> None:
 
 
 def test_what_can_be_delayed_is_known_although_noise_hides_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def noise(*args: Any, **options: Any) -> list[float]:
-        timing.spans(*args, **options)
-        return [50.0, 50.0]
+    def noise(*args: Any, **options: Any) -> list[list[Sample]]:
+        return [[Sample(50.0) for _ in each] for each in timing.spans(*args, **options)]
 
     monkeypatch.setattr(measuring, "spans", noise)
     graph, sample = graph_of(nn.Linear(8, 8), torch.randn(16, 8))
-    cost = measure(whole(graph), sample, (4, 16)).cost(16)
+    cost = measure_alone(whole(graph), sample, (4, 16)).cost(16)
     for rows in (1, 4, 16):
         assert 0 < cost.weight_us.at(rows) <= cost.backward_us.at(rows)
 
@@ -225,11 +227,11 @@ class Square(nn.Module):
 def _measure_with_little_memory(_: int, file: str, rows: tuple[int, ...], width: int, mebibytes: int) -> None:
     torch.set_num_threads(1)
     graph, sample = graph_of(Square(), torch.rand(2, width).requires_grad_())
-    measure(whole(graph), sample, (1,))  # what the first run loads and keeps
+    measure_alone(whole(graph), sample, (1,))  # what the first run loads and keeps
     there = psutil.Process().memory_info().vms + (mebibytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (there, there))
     try:
-        told = msgspec.msgpack.encode(measure(whole(graph), sample, rows))
+        told = msgspec.msgpack.encode(measure_alone(whole(graph), sample, rows))
     except ProfileError as exc:
         told = str(exc).encode()
     Path(file).write_bytes(told)
@@ -290,7 +292,7 @@ def test_an_index_that_is_made_of_a_permutation(make: Any) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert measure(rest, sample, (4,)).points[0].forward_us > 0
+        assert measure_alone(rest, sample, (4,)).points[0].forward_us > 0
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -303,7 +305,7 @@ def test_a_part_that_does_not_run_is_named() -> None:
         ProfileError,
         match=r"Whole cannot be measured with 4 rows on cpu: aten::embedding in module table: IndexError: index out",
     ):
-        measure(whole(graph), sample, (4,))
+        measure_alone(whole(graph), sample, (4,))
 
 
 def layers_of(graph: ModelGraph) -> list[list[int]]:
@@ -328,7 +330,7 @@ def test_each_structure_is_measured_by_one_of_the_ranks() -> None:
 
     missing = dict.fromkeys(ops, (4,))
     told: list[float] = []
-    found = measure_missing(missing, part_of, sample, rank=0, world=1, gather=lambda data: [data], tell=told.append)
+    found = measure_missing(missing, part_of, sample, ALONE, told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
     plain = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.uint8]
@@ -336,14 +338,128 @@ def test_each_structure_is_measured_by_one_of_the_ranks() -> None:
     assert not held, "what drives out caches is given back"
     assert set(found) == set(made) == set(ops)
     assert len(made) == 3
-    sent: list[bytes] = []
+    assert measure_missing({}, part_of, sample, ALONE) == {}
 
-    def gather(data: bytes) -> list[bytes]:
-        sent.append(data)
-        return list(sent)
 
-    shares = [measure_missing(missing, part_of, sample, rank=n, world=2, gather=gather) for n in range(2)]
-    assert len(shares[0]) == 2
-    assert set(shares[1]) == set(ops)
-    assert len(made) == 6
-    assert measure_missing({}, part_of, sample, rank=0, world=1, gather=lambda data: [data]) == {}
+class Lockstep:
+    """Ranks that are threads: what they tell each other, and where they meet."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._told: list[bytes] = [b""] * size
+        self.met = [0] * size
+
+    def gather(self, rank: int, data: bytes) -> list[bytes]:
+        self._told[rank] = data
+        self._barrier.wait()
+        found = list(self._told)
+        self._barrier.wait()
+        return found
+
+    def meet(self, rank: int) -> None:
+        self.met[rank] += 1
+        self._barrier.wait()
+
+
+def test_all_ranks_of_a_node_measure_the_same_part_at_the_same_moment() -> None:
+    _, graph, sample = small_graph()
+    layers = layers_of(graph)
+    ops = dict(zip(block_hashes(graph.task, layers), layers, strict=True))
+    lockstep = Lockstep(2)
+    made: list[list[str]] = [[], []]
+    turns: list[list[str]] = [[], []]
+
+    def run(rank: int) -> dict[str, Measured]:
+        def part_of(key: str) -> tuple[Part, tuple[str, ...]]:
+            made[rank].append(key)
+            return block_part(graph, ops[key]), ()
+
+        def meet() -> None:
+            turns[rank].append(made[rank][-1])
+            lockstep.meet(rank)
+
+        ranks = Ranks(rank, 2, gather=functools.partial(lockstep.gather, rank), meet=meet)
+        return measure_missing(dict.fromkeys(ops, (2, 4)), part_of, sample, ranks)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert first == second
+    assert set(first) == set(ops)
+    keys = list(ops)
+    assert made == [[keys[0], keys[2], keys[1]], [keys[1], keys[0], keys[2]]], "compiled code is made once"
+    assert lockstep.met[0] == lockstep.met[1] > len(ops) * 2 * TURNS
+
+
+def test_nodes_share_the_parts() -> None:
+    _, graph, sample = small_graph()
+    layers = layers_of(graph)
+    ops = dict(zip(block_hashes(graph.task, layers), layers, strict=True))
+    lockstep = Lockstep(2)
+    made: list[list[str]] = [[], []]
+
+    def run(node: int) -> dict[str, Measured]:
+        def part_of(key: str) -> tuple[Part, tuple[str, ...]]:
+            made[node].append(key)
+            return block_part(graph, ops[key]), ()
+
+        ranks = Ranks(node=node, nodes=2, gather=functools.partial(lockstep.gather, node))
+        return measure_missing(dict.fromkeys(ops, (4,)), part_of, sample, ranks)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert first == second
+    keys = list(ops)
+    assert made == [[keys[0], keys[2]], [keys[1]]]
+
+
+def test_ranks_meet_also_where_memory_runs_out_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, sample = graph_of(nn.Linear(8, 8), torch.randn(4, 8))
+    part = ProfiledPart(whole(graph), sample)
+    assert [point.rows for point in part.first((2, 4)).points] == [2, 4]
+    met: list[int] = []
+    part.turn({2: 3, 4: 2}, lambda: met.append(1))
+    usual = len(met)
+    assert usual == 3 + 2 + 2 + 1 + 1, "each run, those of first halves, and the accumulation"
+    run = ProfileInputs.run
+
+    def short(self: ProfileInputs, part: Part, rows: int, arguments: Any) -> Any:
+        if rows == 4:
+            raise torch.OutOfMemoryError("none left")
+        return run(self, part, rows, arguments)
+
+    monkeypatch.setattr(ProfileInputs, "run", short)
+    met.clear()
+    turn = part.turn({2: 3, 4: 2}, lambda: met.append(1))
+    assert len(met) == usual
+    assert set(turn.rows) == {2}
+
+
+def test_a_part_that_varies_has_more_turns_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, sample = graph_of(nn.Linear(8, 8), torch.randn(4, 8))
+    count = 0
+    real = ProfiledPart.turn
+
+    def noisy(factors: Sequence[float]) -> Callable[..., Turn]:
+        def turn(self: ProfiledPart, runs: Mapping[int, int], meet: Callable[[], None]) -> Turn:
+            nonlocal count
+            factor = factors[min(count, len(factors) - 1)]
+            count += 1
+            rows = {each: RowSamples((Sample(1000 * factor),) * 3, (Sample(2000 * factor),) * 3) for each in runs}
+            return Turn(rows, (), real(self, runs, meet).seconds)
+
+        return turn
+
+    monkeypatch.setattr(ProfiledPart, "turn", noisy([3.0, 1.0, 1.6, 2.0, 1.02]))
+    (point,) = measure_alone(whole(graph), sample, (4,)).points
+    assert count == 5, "the second and the fifth agree"
+    assert (point.forward_us, point.backward_us) == (1010, 2020)
+    assert not point.is_noisy
+    count = 0
+    monkeypatch.setattr(ProfiledPart, "turn", noisy([2.0**number for number in range(20)]))
+    with caplog.at_level("INFO", log.get("GraphProfiler").name):
+        (point,) = measure_alone(whole(graph), sample, (4,)).points
+    assert count == MOST_TURNS
+    assert point.is_noisy
+    assert "The times of 1 of 1 parts vary by more than 5 %" in caplog.text

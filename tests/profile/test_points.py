@@ -15,7 +15,7 @@ from rannd.graph.fx.ir import Size
 from rannd.profile.costs import BlockCost
 from rannd.profile.graph_profile import FORMAT, GraphProfile, decode, encode
 from rannd.profile.kept_values import Memory
-from rannd.profile.points import Measured, Point, lacking, ladder, middle, total
+from rannd.profile.points import Measured, Point, lacking, ladder, total
 
 
 def at(*rows: int, fixed: float = 10.0) -> Measured:
@@ -80,14 +80,20 @@ def test_points_of_two_measurements_are_joined() -> None:
     assert joined.points[1].forward_us == 28
 
 
-def test_of_three_turns_the_median_counts_and_of_two_the_shorter() -> None:
-    def turn(forward: float, backward: float, adding: float, kept: float = 0.0) -> Measured:
-        return Measured((Point(1, forward, 1, 0, kept), Point(4, 9, backward, backward / 2, kept)), 0, (1,), adding)
+def test_of_two_measurements_of_a_point_the_newer_counts_or_the_one_with_less_noise() -> None:
+    def point(forward: float, spread: float) -> Measured:
+        return Measured((Point(4, forward, 1000, 0, 0, spread),))
 
-    turns = [turn(5, 8, 3, 100), turn(700, 6, 2), turn(4, 7, 900)]
-    assert middle(turns) == Measured((Point(1, 5, 1, 0, 100), Point(4, 9, 7, 3.5, 100)), 0, (1,), 3)
-    assert middle(turns[1:]).points[0].forward_us == 4
-    assert middle(turns[:1]) == turns[0]
+    calm, noisy, noisier = point(1000, 0.01), point(3000, 0.3), point(2000, 0.9)
+    assert calm.joined(noisy) == calm == noisy.joined(calm)
+    assert point(1100, 0.04).joined(calm) == point(1100, 0.04), "both are calm: conditions may have changed"
+    assert noisier.joined(noisy) == noisy == noisy.joined(noisier)
+    assert noisy.noisy(4) == (4,)
+    assert calm.noisy(4) == ()
+    assert Measured((Point(4, 10, 10, 0, 0, 0.5),)).noisy(4) == (), "ten microseconds"
+    three = Measured((*at(1).points, *noisy.points, Point(64, 9000, 0, 0, 0, 0.2)))
+    assert three.noisy(16) == three.noisy(64) == (4, 64)
+    assert three.noisy(4) == (4,), "and 1, which is not"
 
 
 def test_parts_add_up_and_the_tightest_bound_holds() -> None:
@@ -139,6 +145,8 @@ def test_a_profile_as_bytes() -> None:
         Measured((Point(1, 1, 1, 2, 0),)),
         Measured((Point(1, 1, 1, 0, math.inf),)),
         Measured(at(1).points, too_many=-1),
+        Measured((Point(1, 1, 1, 0, 0, -0.1),)),
+        Measured((Point(1, 1, 1, 0, 0, math.nan),)),
     ],
 )
 def test_what_cannot_have_been_measured_is_refused(bad: Measured) -> None:
@@ -155,7 +163,7 @@ def test_what_is_no_profile_is_refused(data: bytes) -> None:
 
 
 def test_another_format_is_named() -> None:
-    with pytest.raises(ProfileError, match="format 99, this version of rannd reads 2"):
+    with pytest.raises(ProfileError, match="format 99, this version of rannd reads 3"):
         decode(encode(msgspec.structs.replace(PROFILE, format=99)))
 
 

@@ -58,6 +58,10 @@ class Sum:
         return self.everyone.sum(0)
 
 
+_NODE = "node"
+"""The group of a node's ranks, among `World.groups_beside`."""
+
+
 @dataclass
 class World:
     """All ranks of the job. Collective methods have to be called on all ranks in the same order."""
@@ -117,9 +121,15 @@ class World:
     @property
     def first_on_node(self) -> bool:
         """Whether this is the lowest rank of its node; it connects to the node's daemon."""
-        node = self.slots[self.slot].node
-        there = [rank for rank, slot in zip(self.rank_of_slot, self.slots, strict=True) if slot.node == node]
-        return self.rank == min(there)
+        return self.rank == min(self.ranks_here)
+
+    @property
+    def ranks_here(self) -> list[int]:
+        """The ranks of this rank's node, itself among them."""
+        return self._ranks_on(self.slots[self.slot].node)
+
+    def _ranks_on(self, node: int) -> list[int]:
+        return sorted(rank for rank, slot in zip(self.rank_of_slot, self.slots, strict=True) if slot.node == node)
 
     @property
     def local_size(self) -> int:
@@ -131,6 +141,23 @@ class World:
         if self.size > 1:
             with self.watch.inside("barrier"):
                 dist.barrier(group=self.control)
+
+    def meet_on_node(self) -> None:
+        """Wait for the other ranks of this node. Collective over all ranks in the first call."""
+        if self.nodes == 1:
+            self.barrier()
+            return
+        if _NODE not in self.groups_beside:
+            found: dist.ProcessGroup | None = None
+            for node in sorted({slot.node for slot in self.slots}):
+                ranks = self._ranks_on(node)
+                with self.watch.inside("group"):
+                    made = rendezvous.make_group(self.watch.connections, "gloo", ranks) if len(ranks) > 1 else None
+                found = made if self.rank in ranks else found
+            self.groups_beside[_NODE] = found
+        if self.groups_beside[_NODE] is not None:
+            with self.watch.inside("barrier"):
+                dist.barrier(group=self.groups_beside[_NODE])
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Broadcast `data` of rank `source`."""

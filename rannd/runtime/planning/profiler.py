@@ -18,7 +18,7 @@ from rannd.graph.partition.block_hash import crossing
 from rannd.graph.partition.cut import Part
 from rannd.graph.tracing.leaf_recorder import preserved
 from rannd.plan.blocks.blocks import Block
-from rannd.profile.block_costs import block_part, measure_missing
+from rannd.profile.block_costs import Ranks, block_part, measure_missing
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import GraphProfile
 from rannd.profile.links import copy_speed, measure_links
@@ -84,6 +84,8 @@ class Measuring:
         """Measurements from a file, used in addition to those in the cache."""
         self.profile: dict[str, Measured] = {}
         """Known measurements of this graph's blocks, by hash."""
+        self._measured_now: set[str] = set()
+        """Those that this job has measured: what is noisy stays so for now."""
         self._compiled = None if context.config.compile_stages == "off" else MeasuredCode(context, graph)
         self.parts = MeasuredParts(graph.task, measured, "" if self._compiled is None else self._compiled.toolchain)
         self.links: tuple[LinkCost, LinkCost | None] | None = None
@@ -107,7 +109,10 @@ class Measuring:
         self.profile = msgspec.msgpack.decode(
             self._world.broadcast_bytes(msgspec.msgpack.encode(self._known(wanted))), type=dict[str, Measured]
         )
-        missing = {each: self._lacking(self.profile.get(each), everything=everything) for each in wanted}
+        missing = {
+            each: self._lacking(self.profile.get(each), everything=everything, noisy=each not in self._measured_now)
+            for each in wanted
+        }
         missing = {each: rows for each, rows in missing.items() if rows}
         log.get("GraphProfiler").debug("%d of %d different parts have to be measured", len(missing), len(wanted))
         values, sample = self._graph.task.values, self._sample()
@@ -124,13 +129,19 @@ class Measuring:
             missing,
             part_of,
             sample,
-            rank=self._world.rank,
-            world=self._world.size,
-            gather=self._world.gather_bytes,
-            tell=self.tell,
+            Ranks(
+                local=len([rank for rank in self._world.ranks_here if rank < self._world.rank]),
+                local_size=self._world.local_size,
+                node=self._world.slots[self._world.slot].node,
+                nodes=self._world.nodes,
+                gather=self._world.gather_bytes,
+                meet=self._world.meet_on_node,
+            ),
+            self.tell,
         )
         joined = {each: found.joined(self.profile.get(each)) for each, found in measured.items()}
         self.profile.update(joined)
+        self._measured_now.update(joined)
         if client is not None and joined:
             client.put_many(
                 (self._profile_key(each), msgspec.msgpack.encode(found.lasting)) for each, found in joined.items()
@@ -150,12 +161,15 @@ class Measuring:
                     known[each] = known[each].joined(kept) if each in known else kept
         return known
 
-    def _lacking(self, known: Measured | None, *, everything: bool) -> tuple[int, ...]:
+    def _lacking(self, known: Measured | None, *, everything: bool, noisy: bool) -> tuple[int, ...]:
+        """Row counts to measure of a part; `noisy`: also those that may have been spoilt when they were measured."""
+        spoilt = known.noisy(self._most) if known is not None and noisy else ()
         if not everything:
-            return lacking(known, self._most, whole=self._whole)
+            return lacking(known, self._most, whole=self._whole) or spoilt
         there = {point.rows for point in known.points} if known is not None else set()
         steps = ladder(self._most, whole=self._whole)
-        return tuple(rows for rows in steps if rows not in there and lacking(known, rows, whole=self._whole))
+        found = [rows for rows in steps if rows not in there and lacking(known, rows, whole=self._whole)]
+        return tuple(sorted({*found, *spoilt}))
 
     def _profile_key(self, block: str) -> Key:
         return profile_key(
