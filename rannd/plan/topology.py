@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rannd.plan.deployment import Slot
-from rannd.profile.costs import LinkCost
+from rannd.profile.costs import LinkCost, RuntimeCost
 
 Table = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -31,8 +31,15 @@ AGREEMENTS = 3
 class Machine:
     """Slots in order, and the two kinds of links between them."""
 
-    def __init__(self, slots: Sequence[Slot], link: LinkCost, between: LinkCost | None) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        link: LinkCost,
+        between: LinkCost | None,
+        runtime: RuntimeCost = RuntimeCost(),  # noqa: B008  (frozen)
+    ) -> None:
         """Args: `slots`: sorted; `link`: inside a node; `between`: between nodes (None: the same)."""
+        self.runtime = runtime
         self.world = len(slots)
         self.nodes = np.array([slot.node for slot in slots])
         self.link, self.between = link, between or link
@@ -46,8 +53,8 @@ class Machine:
 
     @property
     def agreeing_us(self) -> float:
-        """Time of the small collectives of a step, beside activations and gradients."""
-        return agreeing_us(self.between if self.several else self.link, self.world)
+        """Time of a step beside blocks, activations and gradients: its small collectives, and the runtime's."""
+        return agreeing_us(self.between if self.several else self.link, self.world) + self.runtime.call_us
 
     def pipelines_inside(self, replicas: Counts) -> Mask:
         """Return for numbers of replicas whether each of the pipelines side by side stays inside a node.

@@ -57,6 +57,15 @@ class LinkCost(msgspec.Struct, frozen=True, array_like=True):
         return steps / 2.0 * self.allreduce_latency_us + steps / ranks * nbytes / self.allreduce_bytes_per_us
 
 
+class RuntimeCost(msgspec.Struct, frozen=True, array_like=True):
+    """What the runtime itself takes of a rank's time, beside blocks and links."""
+
+    action_us: Latency = 0.0
+    """Of each forward and each backward of a piece in a stage, or segment."""
+    call_us: Latency = 0.0
+    """Of each step."""
+
+
 class CostTable(msgspec.Struct, frozen=True):
     """Costs of all blocks (in the order of the planner's blocks) and of the links."""
 
@@ -65,3 +74,4 @@ class CostTable(msgspec.Struct, frozen=True):
     """Between devices of the same node."""
     between: LinkCost | None = None
     """Between devices of different nodes; None: the same as `link`."""
+    runtime: RuntimeCost = RuntimeCost()

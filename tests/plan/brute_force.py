@@ -94,8 +94,10 @@ class Reference:
         pieces = self.world * plan.microbatches
         rows = self._rows(plan.microbatches)
         several = len(plan.replicas) > 1
+        runtime = self.costs.runtime
         fill = (
-            3
+            runtime.call_us
+            + 3
             * math.ceil(math.log2(self.world))
             * (between if self.slots[0].node != self.slots[-1].node else link).allreduce_latency_us
         )
@@ -106,8 +108,8 @@ class Reference:
             count = plan.replicas[number]
             near = self._near(plan, number)
             most = math.ceil(pieces / count)
-            forward = sum(block.forward_us.at(rows) for block in self.costs.blocks[start:end])
-            backward = sum(block.backward_us.at(rows) for block in self.costs.blocks[start:end])
+            forward = sum(block.forward_us.at(rows) for block in self.costs.blocks[start:end]) + runtime.action_us
+            backward = sum(block.backward_us.at(rows) for block in self.costs.blocks[start:end]) + runtime.action_us
             backward += forward if again[number] else 0.0
             adding = sum(block.add_us for block in self.costs.blocks[start:end])
             weight = 0.0

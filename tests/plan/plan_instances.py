@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 from brute_force import Reference
 from plan_graphs import costs_for, random_costs, random_graph
 
@@ -16,7 +17,7 @@ from rannd.plan.run_modes import RUN_MODES, RunMode
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate.simulator import Simulation, predict
-from rannd.profile.costs import CostTable
+from rannd.profile.costs import CostTable, RuntimeCost
 
 PLENTY = 10**15
 WHAT = [
@@ -74,6 +75,9 @@ class Instance:
         self.batch_rows = random.randint(1, 40)
         self.blocks: tuple[Block, ...] = make_blocks(Partitioning.of(self.graph), self.options, world=self.world)
         self.costs: CostTable = random_costs(random, len(self.blocks))
+        if seed % 2:
+            runtime = RuntimeCost(Random(seed).choice([0.5, 20.0]), Random(seed).choice([0.0, 30.0]))
+            self.costs = msgspec.structs.replace(self.costs, runtime=runtime)
         self.interleaved = random.random() < 0.7
         run = way or RunMode("1f1b" if self.interleaved else "gpipe")
         self.way: RunMode | None = run
@@ -111,5 +115,6 @@ class Instance:
 def played(instance: Instance, deployment: Deployment) -> Simulation:
     """One step of a deployment."""
     layout = loss_layout(layout_of(instance.graph, deployment))
-    costs = step_costs(instance.graph, deployment, instance.costs.link, instance.costs.between)
-    return predict(deployment.schedule, layout, costs)
+    costs = instance.costs
+    given = step_costs(instance.graph, deployment, costs.link, costs.between, runtime=costs.runtime)
+    return predict(deployment.schedule, layout, given)

@@ -105,7 +105,7 @@ def plan(
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
     if batch_rows < 1:
         raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
-    machine = Machine(slots, costs.link, costs.between)
+    machine = Machine(slots, costs.link, costs.between, costs.runtime)
     rows_per_rank = math.ceil(batch_rows / world)
     counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=opaque_code(graph))
     counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows

@@ -49,7 +49,8 @@ class Ranking(msgspec.Struct, frozen=True):
 def simulated_us(graph: TaskGraph, costs: CostTable, deployment: Deployment, options: PlanOptions) -> float:
     """Return the simulated step time of a deployment. The options say when and in which type gradients are reduced."""
     overlap = not options.sync_allreduce
-    given = step_costs(graph, deployment, costs.link, costs.between, overlap=overlap, options=options)
+    links = costs.link, costs.between
+    given = step_costs(graph, deployment, *links, overlap=overlap, options=options, runtime=costs.runtime)
     return predict(deployment.schedule, loss_layout(layout_of(graph, deployment)), given).step_us
 
 

@@ -19,7 +19,7 @@ from rannd.plan.schedule.schedules import window
 from rannd.plan.simulate.step_costs import StepCosts, bucket_sizes
 from rannd.plan.topology import agreeing_us
 from rannd.plan.zero import computing, gathers_of, reduced_part
-from rannd.profile.costs import LinkCost
+from rannd.profile.costs import LinkCost, RuntimeCost
 
 
 def piece_rows(batch_rows: int, world: int, microbatches: int) -> int:
@@ -61,6 +61,7 @@ def step_costs(
     *,
     overlap: bool = True,
     options: PlanOptions | None = None,
+    runtime: RuntimeCost = RuntimeCost(),  # noqa: B008  (frozen)
 ) -> StepCosts:
     """Return the costs of the actions of a Program of `deployment`, from its estimates and the links.
 
@@ -73,6 +74,7 @@ def step_costs(
         between: Link between slots of different nodes; None: the same as `link`.
         overlap: Whether gradients are reduced in buckets during the last backward.
         options: Say in which type gradients are reduced; None: in that of the parameters.
+        runtime: What the runtime takes itself; estimates have its part of each action.
     """
     layout = layout_of(graph, deployment)
     rows = piece_rows(deployment.batch_rows, layout.world, layout.microbatches)
@@ -120,7 +122,8 @@ def step_costs(
         forward_us=tuple(forwards),
         backward_us=tuple(backwards),
         weight_us=tuple(each.weight_us / count for each, count in zip(estimates, pieces, strict=True)),
-        agreeing_us=agreeing_us(far if len({slot.node for slot in deployment.slots}) > 1 else link, layout.world),
+        agreeing_us=runtime.call_us
+        + agreeing_us(far if len({slot.node for slot in deployment.slots}) > 1 else link, layout.world),
         after_us=_after(deployment, gathers),
         values_us=_times(sizes, rows, link),
         grads_us=_times(grads, rows, link),

@@ -34,7 +34,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Time that each action, transfers too, takes of its slot's host, during which the slot computes nothing; the
     planner counts none."""
     agreeing_us: float = 0.0
-    """Time of the agreement between ranks at the start of a step."""
+    """Time at the start of a step: the agreement between ranks, and what the runtime takes once."""
     tied_us: tuple[tuple[float, ...], ...] = ()
     """As `reduce_us`, for parameters that several stages share, in the order of `Layout.tied`."""
     nodes: tuple[int, ...] = ()

@@ -20,8 +20,9 @@ class RowTables:
 
     def __init__(self, intervals: Intervals, machine: Machine, rows: int) -> None:
         self._intervals, self._rows = intervals, rows
-        self.forward_us = at(intervals.forward, rows)
-        self.backward_us = at(intervals.backward, rows)
+        action_us = np.triu(np.full((intervals.count + 1,) * 2, machine.runtime.action_us), 1)  # not of no blocks
+        self.forward_us = at(intervals.forward, rows) + action_us
+        self.backward_us = at(intervals.backward, rows) + action_us
         self.given = at(intervals.given, rows)
         """Of the model's inputs; those of all microbatches are there from the start."""
         self.received = at(intervals.received, rows)

@@ -63,7 +63,7 @@ class VirtualPlans:
         self.graph, self.blocks, self.costs, self.slots = graph, blocks, costs, slots
         self.batch_rows, self.memory_bytes, self.options = batch_rows, memory_bytes, options
         self._shared = shared or SharedTables(
-            Intervals(graph, blocks, costs.blocks, options), Machine(slots, costs.link, costs.between)
+            Intervals(graph, blocks, costs.blocks, options), Machine(slots, costs.link, costs.between, costs.runtime)
         )
         self.intervals, self.machine = self._shared.intervals, self._shared.machine
         self.may_begin = np.array(cut_places(graph, [block.ops for block in blocks]))
@@ -355,6 +355,7 @@ class VirtualPlans:
             self.costs.between,
             overlap=not self.options.sync_allreduce,
             options=self.options,
+            runtime=self.costs.runtime,
         )
         return msgspec.structs.replace(costs, host_us=host_us)
 

@@ -43,7 +43,7 @@ def tables(
 ) -> StageTables:
     """All stages of one variant; `replicas`: those that are allowed, where not all are."""
     intervals = Intervals(graph, blocks, costs.blocks)
-    machine = Machine(slots, costs.link, costs.between)
+    machine = Machine(slots, costs.link, costs.between, costs.runtime)
     count, world = len(blocks), len(slots)
     return StageTables(
         SharedTables(intervals, machine),
