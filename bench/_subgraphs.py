@@ -4,7 +4,7 @@ Nothing is measured here. A measurement is of one part of the model with one num
 runs of the part: its forward, in most runs followed by its backward.
 
 ours         different grains (by structural hash) times numbers of rows, as requested by
-             rannd/runtime/planning/profiler.py; all ranks of a node make them at the same moment
+             rannd/runtime/costs/profiler.py; all ranks of a node make them at the same moment
 stage phase  upstream's: different merged graphs of consecutive blocks times rows times with or without recomputing,
              in the loops of its search (see `upstream`), all on one rank. Assumes our blocks; whether a stage fits into
              a device is computed by formula

@@ -14,7 +14,7 @@ TRACING = ("graph", "device", "patches.py", "torch_mends.py", "torch_versions.py
 CHECKING = ("runtime/traces",)
 """Files that decide which trace is kept for a call, and what is kept about its comparison with the model."""
 
-PLANNING = (*TRACING, "profile", "plan", "runtime/planning", "runtime/compiling")
+PLANNING = (*TRACING, "profile", "plan", "runtime/planning", "runtime/costs", "runtime/compiling")
 """Files that decide what is measured, and what a plan is."""
 
 

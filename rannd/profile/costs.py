@@ -36,6 +36,16 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
     """Time to accumulate a microbatch's parameter gradients; the first microbatch's are used as they are."""
 
 
+    def scaled(self, forward: float, backward: float) -> BlockCost:
+        """Return the cost with its times multiplied by these factors."""
+        return msgspec.structs.replace(
+            self,
+            forward_us=self.forward_us.scaled(forward),
+            backward_us=self.backward_us.scaled(backward),
+            weight_us=self.weight_us.scaled(backward),
+        )
+
+
 class LinkCost(msgspec.Struct, frozen=True, array_like=True):
     """Latency and bandwidth between two ranks, and of an all-reduce among all of them."""
 

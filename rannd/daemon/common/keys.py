@@ -34,7 +34,8 @@ class Key(msgspec.Struct, frozen=True):
     """Key of a cached value."""
 
     kind: str
-    """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``, ``compiled``."""
+    """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``, ``compiled``,
+    ``learned``."""
     digest: str
     """40 hex digits."""
     components: dict[str, str]
@@ -212,6 +213,44 @@ def link_key(
     )
 
 
+def learned_key(
+    *,
+    graph_hash: str,
+    device_model: str,
+    threads: int,
+    backend: str,
+    versions: Mapping[str, str],
+    flags: Mapping[str, Component],
+    code: str,
+) -> Key:
+    """Return the key of what steps say of the costs of a graph.
+
+    Args:
+        graph_hash: Hash of the canonical task graph.
+        device_model: As for `deployment_key`, like `backend`, `versions` and `flags`.
+        threads: Threads of a rank on a CPU; 0 on an accelerator.
+        backend: See `device_model`.
+        versions: See `device_model`.
+        flags: See `device_model`.
+        code: What compiled the stages; '' if nothing did.
+
+    Raises:
+        ValueError: A required version is missing.
+    """
+    return make_key(
+        "learned",
+        {
+            "graph": graph_hash,
+            "device_model": device_model,
+            "threads": threads,
+            "backend": backend,
+            "code": code,
+            **_versions(versions),
+            **_flags(flags),
+        },
+    )
+
+
 def summary(kind: str, components: Mapping[str, str]) -> str:
     """Summarize an entry in one line, for display."""
     found: list[str] = []
@@ -234,6 +273,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     ),
     "profile": (("block", "block", 8), ("device_model", "on", 32), ("threads", "threads", 8)),
     "trace": (("model", "of", 48), ("call", "for", 72)),
+    "learned": (("graph", "graph", 8), ("device_model", "on", 32), ("backend", "over", 8)),
     "limit": (("deployment", "after out of memory in", 12),),
     "hooks": (("version.torch", "of torch", 24),),
     "compiled": (

@@ -26,6 +26,10 @@ class Size(msgspec.Struct, frozen=True, array_like=True):
     def __add__(self, other: Size) -> Size:
         return Size(self.c0 + other.c0, self.c1 + other.c1, self.c2 + other.c2)
 
+    def scaled(self, factor: float) -> Size:
+        """The size times `factor`."""
+        return Size(self.c0 * factor, self.c1 * factor, self.c2 * factor)
+
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
     """A tensor produced by one operator (or passed by the user) and read by others."""

@@ -37,6 +37,11 @@ def make_grains(graph: TaskGraph, atoms: Sequence[tuple[int, ...]]) -> tuple[tup
     return tuple(tuple(sorted(ops)) for ops in found)
 
 
-def _is_heavy(graph: TaskGraph, op: Op) -> bool:
+def multiplies(graph: TaskGraph, op: Op) -> bool:
+    """Whether an operator is a product: it computes much more than it writes."""
     made = sum(graph.values[value].bytes.at(_ROWS) for value in op.outputs)
-    return op.flops.at(_ROWS) > _FLOPS * made or any(graph.params[index].trainable for index in op.params)
+    return op.flops.at(_ROWS) > _FLOPS * made
+
+
+def _is_heavy(graph: TaskGraph, op: Op) -> bool:
+    return multiplies(graph, op) or any(graph.params[index].trainable for index in op.params)

@@ -13,25 +13,31 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from rannd.daemon.client.cache import Client, connect
-from rannd.daemon.common.keys import Key, profile_key
+from rannd.daemon.common.keys import Key, measured_key, profile_key
 from rannd.errors import RanndError
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.repeated_layers import parts_of
-from rannd.plan.deployment import Provenance, Slot, encode
+from rannd.plan.deployment import Deployment, Provenance, Slot, encode
 from rannd.plan.plan_options import PlanOptions
+from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
+from rannd.plan.search.ranking import simulated_us
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.points import Measured, is_plausible
-from rannd.runtime.planning.known_costs import MeasuredParts
+from rannd.runtime.costs.known_costs import MeasuredParts, with_costs
+from rannd.runtime.costs.learned_costs import LearnedCosts
 
+FASTER = 0.05
+"""Part of a step that another plan has to save to replace one."""
 MOST = 8
 """Maximum number of sets of hosts to plan for."""
 NICE = 19
@@ -46,6 +52,19 @@ class Wanted(msgspec.Struct, frozen=True):
     slots: tuple[Slot, ...]
     memory: int
     """Bytes of each device that may be used."""
+    instead: Deployment | None = None
+    """The plan that is there: it is replaced if another one is faster by `FASTER`. None: a plan is only made where none
+    is there."""
+
+
+class Better(msgspec.Struct, frozen=True):
+    """A plan that has replaced another one: what the process tells."""
+
+    line: str
+    """The plan, in a line."""
+    step_us: float
+    before_us: float
+    """Step of the plan that was there, with the same costs."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -65,6 +84,8 @@ class Request(msgspec.Struct, frozen=True):
     flags: dict[str, Any]
     """These four are parts of the keys of what was measured."""
     links: tuple[LinkCost, LinkCost | None]
+    learned: LearnedCosts
+    """What steps said of the costs."""
     options: PlanOptions
     interleaved: bool
     rows: int
@@ -100,8 +121,11 @@ _running: list[subprocess.Popen[bytes]] = []
 """Processes of this rank that plan."""
 
 
-def start(request: Request) -> None:
-    """Start the process; it ends with this one at the latest."""
+def start(request: Request, tell: Callable[[Better], None] | None = None) -> None:
+    """Start the process; it ends with this one at the latest.
+
+    `tell`: called in a thread for each plan that has replaced another one.
+    """
     _running[:] = [each for each in _running if each.poll() is None]
     data = msgspec.msgpack.encode(request)
     code = "from rannd.runtime.planning.plan_ahead import main; main()"
@@ -111,13 +135,21 @@ def start(request: Request) -> None:
         [sys.executable, "-c", code, str(os.getpid())],
         env={**os.environ, **single},
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if tell is None else subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     _running.append(process)
     assert process.stdin is not None
+    if tell is not None:
+        threading.Thread(target=_listen, args=(process, tell), name="rannd-replanning", daemon=True).start()
     with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has failed, plans are made when they are needed
         process.stdin.write(data)
+
+
+def _listen(process: subprocess.Popen[bytes], tell: Callable[[Better], None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        tell(msgspec.json.decode(line, type=Better))
 
 
 def main() -> None:
@@ -136,17 +168,19 @@ def run(request: Request) -> int:
     client = connect(mode="on", timeout_s=request.timeout_s, idle_s=request.idle_s, max_bytes=request.max_bytes)
     stored, profile = 0, dict(request.profile)
     for wanted in request.wanted:
-        if not client.connected or client.get(wanted.key) is not None:
+        if not client.connected or (wanted.instead is None and client.get(wanted.key) is not None):
             continue
         world = len(wanted.slots)
         try:
             blocks = make_blocks(parts, request.options, world=world)
-            _look_up(request, client, profile, measured.wanted(blocks))
-            costs = measured.costs(blocks, profile, -(-request.rows // world))
+            look_up(request, client, profile, measured.wanted([block.ops for block in blocks]))
+            correction = request.learned.correction(measured, profile)
+            of_blocks = measured.costs(blocks, profile, -(-request.rows // world), correction)
+            costs = CostTable(of_blocks, *request.links, request.learned.runtime(correction))
             found = plan(
                 request.task,
                 blocks,
-                CostTable(costs, *request.links),
+                costs,
                 world=world,
                 slots=wanted.slots,
                 batch_rows=request.rows,
@@ -158,11 +192,19 @@ def run(request: Request) -> int:
         except (RanndError, KeyError):  # a part that was not measured: the job itself will say what is wrong
             continue
         found = msgspec.structs.replace(found, made=request.made, model=request.model)
+        if wanted.instead is not None:
+            now = with_costs(request.task, wanted.instead, measured, profile, correction)
+            before_us = simulated_us(request.task, costs, now, request.options)
+            if found.step_us > (1 - FASTER) * before_us:
+                continue
+            better = Better(plan_line(found, range(world)), found.step_us, before_us)
+            sys.stdout.buffer.write(msgspec.json.encode(better) + b"\n")
+            client.discard(measured_key(wanted.key.digest), "another plan has taken its place")
         stored += client.put(wanted.key, encode(found))
     return stored
 
 
-def _look_up(request: Request, client: Client, profile: dict[str, Measured], wanted: Iterable[str]) -> None:
+def look_up(request: Request, client: Client, profile: dict[str, Measured], wanted: Iterable[str]) -> None:
     """Add to `profile` what the daemon has of these parts."""
     missing = [part for part in wanted if part not in profile]
     keys = [

@@ -45,7 +45,7 @@ from rannd.plan.plan_options import AUTO
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
 from rannd.profile.analytic import analytic_costs
-from rannd.profile.costs import CostTable
+from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.ranks import rank_notes
@@ -57,10 +57,11 @@ from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.job_options import job_options
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
+from rannd.runtime.planning.calibration_of_job import Calibration
 from rannd.runtime.planning.plan_ahead import Request, Wanted, next_slots
 from rannd.runtime.planning.plan_ahead import start as start_planning
-from rannd.runtime.planning.profile_file import ProfileFile
-from rannd.runtime.planning.profiler import Measuring, Platform
+from rannd.runtime.costs.profile_file import ProfileFile
+from rannd.runtime.costs.profiler import Measuring, Platform
 from rannd.runtime.planning.tensor_memory import memory_for_tensors
 from rannd.sources import PLANNING, digest_of
 from rannd.units import amount
@@ -179,29 +180,45 @@ class Planner:
         if self._world.rank:
             return
         ahead = next_slots(self._world.slots)
-        start_planning(
-            Request(
-                self._graph.task,
-                config.compile_stages != "off",
-                config.profile_by_acc,
-                self._measuring.parts.toolchain,
-                self._measuring.profile,
-                self._platform.device_model,
-                self._measuring.threads,
-                {name: str(each) for name, each in self._platform.versions.items()},  # torch's is a class of its own
-                dict(self._platform.flags),
-                links,
-                self._options,
-                self._interleaved,
-                sum(self._rows),
-                self._made,
-                _titled(self._context.model),
-                config.daemon_timeout_s,
-                config.daemon_idle_s,
-                int(config.cache_max_gb * GIB),
-                tuple(Wanted(self._key(each, self._usable_of(each)), each, self._usable_of(each)) for each in ahead),
-            )
+        wanted = [Wanted(self._key(each, self._usable_of(each)), each, self._usable_of(each)) for each in ahead]
+        start_planning(self._request(links, self._measuring.learned(), wanted))
+
+    def _request(
+        self, links: tuple[LinkCost, LinkCost | None], learned: LearnedCosts, wanted: Iterable[Wanted]
+    ) -> Request:
+        """What a process has to know to make plans."""
+        config = self._config
+        return Request(
+            self._graph.task,
+            config.compile_stages != "off",
+            config.profile_by_acc,
+            self._measuring.parts.toolchain,
+            self._measuring.profile,
+            self._platform.device_model,
+            self._measuring.threads,
+            {name: str(each) for name, each in self._platform.versions.items()},  # torch's is a class of its own
+            dict(self._platform.flags),
+            links,
+            learned,
+            self._options,
+            self._interleaved,
+            sum(self._rows),
+            self._made,
+            _titled(self._context.model),
+            config.daemon_timeout_s,
+            config.daemon_idle_s,
+            int(config.cache_max_gb * GIB),
+            tuple(wanted),
         )
+
+    def calibration(self, deployment: Deployment) -> Calibration:
+        """What learns from the steps of a deployment. To be made while the cache is connected."""
+        request: Request | None = None
+        links = self._measuring.known_links() if self._world.rank == 0 else None
+        if self._world.rank == 0 and self._used is not None and self._config.cache == "on" and links is not None:
+            own = Wanted(self._used, self._world.slots, self.usable_memory, deployment)
+            request = self._request(links, self._measuring.learned(), [own])
+        return Calibration(self._world, self._context.cache, request, self._measuring.learned_key())
 
     def _usable_of(self, slots: Sequence[Slot]) -> int:
         """Bytes that a plan may use of each of these devices, which are like this job's."""

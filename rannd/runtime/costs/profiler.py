@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from rannd import log
-from rannd.daemon.common.keys import Component, Key, link_key, profile_key
+from rannd.daemon.common.keys import Component, Key, learned_key, link_key, profile_key
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.block_hash import crossing
 from rannd.graph.partition.cut import Part
@@ -27,11 +27,13 @@ from rannd.profile.points import Measured, is_plausible, lacking, ladder
 from rannd.runtime.comm.cache_client import understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.measured_code import MeasuredCode
-from rannd.runtime.planning.known_costs import MeasuredParts, Ops
+from rannd.runtime.costs.known_costs import MeasuredParts, Ops
+from rannd.runtime.costs.learned_costs import LearnedCosts
 
 _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
 _KNOWN_LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None] | None)
 _MEASURED = msgspec.msgpack.Decoder(Measured)
+_LEARNED = msgspec.msgpack.Decoder(LearnedCosts)
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,41 @@ class Measuring:
         """Costs of links within a node and between nodes, once they are known."""
 
     def costs(self, blocks: Sequence[Block]) -> CostTable:
-        """Costs of all blocks and of the links, measured unless already known. Collective."""
-        self._measure(self.parts.wanted(blocks), everything=False)
-        return CostTable(self.parts.costs(blocks, self.profile, self._most), *self.measured_links())
+        """Costs of all blocks and of the links, measured unless already known. Collective.
+
+        They are corrected by what steps of earlier jobs took.
+        """
+        self._measure(self.parts.wanted([block.ops for block in blocks]), everything=False)
+        learned = _LEARNED.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(self.learned())))
+        correction = learned.correction(self.parts, self.profile)
+        of_blocks = self.parts.costs(blocks, self.profile, self._most, correction)
+        return CostTable(of_blocks, *self.measured_links(), learned.runtime(correction))
+
+    def learned(self) -> LearnedCosts:
+        """What rank 0's cache has of the graph's stages; nothing on other ranks. Not collective."""
+        client = self._context.cache.client
+        if client is None:
+            return LearnedCosts()
+        key, ops = self.learned_key(), len(self._graph.task.ops)
+        return understood(client, key, client.get(key), _LEARNED, lambda found: found.is_plausible(ops)) or LearnedCosts()
+
+    def learned_key(self) -> Key:
+        """Key of `learned`."""
+        return learned_key(
+            graph_hash=self._graph.task.graph_hash,
+            device_model=self._platform.device_model,
+            threads=self.threads,
+            backend=self._platform.backend,
+            versions=self._platform.versions,
+            flags=self._platform.flags,
+            code=self.parts.toolchain,
+        )
 
     def measure_all(self, plans: Iterable[Sequence[Block]]) -> None:
         """Measure the blocks of several plans, at row counts that suffice for any smaller mini-batch. Collective."""
         wanted: dict[str, Ops] = {}
         for blocks in plans:
-            wanted |= self.parts.wanted(blocks)
+            wanted |= self.parts.wanted([block.ops for block in blocks])
         self._measure(wanted, everything=True)
 
     def _measure(self, wanted: Mapping[str, Ops], *, everything: bool) -> None:
@@ -200,7 +228,7 @@ class Measuring:
         if self._world.size == 1:
             self.links = copy_speed(self._world.device), None
             return self.links
-        data = self._world.broadcast_bytes(msgspec.msgpack.encode(self._known_links()))
+        data = self._world.broadcast_bytes(msgspec.msgpack.encode(self.known_links()))
         found: tuple[LinkCost, LinkCost | None] | None = _KNOWN_LINKS.decode(data)
         if found is None:
             found = self._measure_links()
@@ -210,7 +238,7 @@ class Measuring:
         self.links = found
         return found
 
-    def _known_links(self) -> tuple[LinkCost, LinkCost | None] | None:
+    def known_links(self) -> tuple[LinkCost, LinkCost | None] | None:
         """What rank 0 knows of the links; not collective."""
         client = self._context.cache.client
         if self.links is not None or client is None:

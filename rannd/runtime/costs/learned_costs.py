@@ -1,0 +1,82 @@
+"""What measured steps of earlier jobs say of a graph's costs, in the cache beside the profile.
+
+Kept is what stages took, not what follows from it: when parts are measured anew, the correction is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rannd.plan.calibration import Correction, StageWork, fitted
+from rannd.profile.costs import RuntimeCost
+from rannd.profile.points import LONGEST_US, Measured
+from rannd.runtime.costs.known_costs import MeasuredParts
+
+LEARNED_FORMAT = 1
+MOST_STAGES = 32
+"""Maximum number of measured stages that are kept: the latest."""
+
+
+class StageTook(msgspec.Struct, frozen=True, array_like=True):
+    """What a stage took for one microbatch in steps of a job. Microseconds."""
+
+    ops: tuple[int, ...]
+    """Indices of its operators in the task graph."""
+    rows: int
+    forward_us: float
+    backward_us: float
+    """Both halves, without accumulating gradients."""
+
+
+class LearnedCosts(msgspec.Struct, frozen=True):
+    """What is known of the stages of a graph on one kind of device."""
+
+    format: int = LEARNED_FORMAT
+    stages: tuple[StageTook, ...] = ()
+    """The latest first."""
+    call_us: float = 0.0
+    """What the runtime took of a step beside its actions."""
+    doubts: int = 0
+    """How often stages have taken something else than their parts, so that these were measured anew."""
+
+    def and_those(self, stages: Sequence[StageTook], call_us: float, *, doubts: int) -> LearnedCosts:
+        """Return what is known after more steps."""
+        return LearnedCosts(LEARNED_FORMAT, (*stages, *self.stages)[:MOST_STAGES], call_us, self.doubts + doubts)
+
+    def works(self, parts: MeasuredParts, profile: Mapping[str, Measured]) -> list[StageWork]:
+        """Return the stages with the costs of their parts; not those with parts that were not measured."""
+        found = []
+        for each in self.stages:
+            try:
+                (work,) = parts.work([each.ops], profile, each.rows)
+            except KeyError:
+                continue
+            found.append(StageWork(work.forward_us, work.backward_us, each.forward_us, each.backward_us))
+        return found
+
+    def correction(self, parts: MeasuredParts, profile: Mapping[str, Measured]) -> Correction:
+        """Return what follows for the costs of the graph."""
+        return fitted(self.works(parts, profile))
+
+    def runtime(self, correction: Correction) -> RuntimeCost:
+        """Return what the runtime takes itself."""
+        return RuntimeCost(correction.action_us, self.call_us)
+
+    def is_plausible(self, ops: int) -> bool:
+        """Whether this can be of a graph with so many operators: validates what was read from the cache."""
+        return (
+            self.format == LEARNED_FORMAT
+            and 0 <= self.call_us <= LONGEST_US
+            and self.doubts >= 0
+            and len(self.stages) <= MOST_STAGES
+            and all(
+                each.rows >= 1
+                and 0 < each.forward_us <= LONGEST_US
+                and 0 <= each.backward_us <= LONGEST_US
+                and all(0 <= op < ops for op in each.ops)
+                and len(set(each.ops)) == len(each.ops)
+                for each in self.stages
+            )
+        )
