@@ -34,7 +34,8 @@ class Key(msgspec.Struct, frozen=True):
     """Key of a cached value."""
 
     kind: str
-    """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``, ``compiled``."""
+    """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``, ``compiled``,
+    ``measured``."""
     digest: str
     """40 hex digits."""
     components: dict[str, str]
@@ -179,6 +180,11 @@ def limit_key(deployment: Key) -> Key:
     return make_key("limit", {"deployment": deployment.digest})
 
 
+def measured_key(deployment: str) -> Key:
+    """Return the key of what steps of a plan took; `deployment`: digest of the plan's key."""
+    return make_key("measured", {"deployment": deployment})
+
+
 def trace_key(components: Mapping[str, Component]) -> Key:
     """Return the key of a traced graph: the fingerprint of the model and its inputs before tracing."""
     return make_key("trace", components)
@@ -235,6 +241,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "profile": (("block", "block", 8), ("device_model", "on", 32), ("threads", "threads", 8)),
     "trace": (("model", "of", 48), ("call", "for", 72)),
     "limit": (("deployment", "after out of memory in", 12),),
+    "measured": (("deployment", "steps of", 12),),
     "hooks": (("version.torch", "of torch", 24),),
     "compiled": (
         ("block", "block", 8),

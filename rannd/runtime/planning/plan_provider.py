@@ -45,7 +45,7 @@ from rannd.plan.plan_options import AUTO
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
 from rannd.profile.analytic import analytic_costs
-from rannd.profile.costs import CostTable
+from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.ranks import rank_notes
@@ -208,6 +208,11 @@ class Planner:
         if self._world.nodes == 1 and not is_accelerator(self._world.device):
             return self._usable(device_memory(self._world.device, len(slots)))
         return self.usable_memory
+
+    def links(self) -> tuple[LinkCost, LinkCost | None] | None:
+        """Costs of links within a node and between nodes, if a timeline is to be predicted with them. Collective."""
+        wanted = self._world.broadcast_bytes(bytes([bool(self._config.event_trace_file)]))[0]
+        return self._measuring.measured_links() if wanted else None
 
     def profile(self) -> GraphProfile:
         """Measure the blocks of plans for any number of devices, unless already known. Collective."""

@@ -1,0 +1,74 @@
+"""Records by the host's clock: what ranks on CPUs do, which wait for what they compute."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from rannd.plan.schedule.program import Action
+from rannd.runtime.timeline.event_ring import EventRing
+from rannd.runtime.timeline.recorder import Kind, Mark, Recorder, StepRow
+
+ROWS = 128
+"""Steps whose sums are kept."""
+
+Event = tuple[Kind, Action | None]
+
+
+class HostRecorder(Recorder):
+    """Sums up each step. `full`: also keeps the events of the latest steps."""
+
+    on = True
+
+    def __init__(self, *, full: bool) -> None:
+        self._rows: deque[StepRow] = deque(maxlen=ROWS)
+        self._row = StepRow(-1, 0)
+        self._ring: EventRing[Event] | None = EventRing() if full else None
+
+    def begin(self) -> Mark:
+        return time.perf_counter_ns()
+
+    def end(self, kind: Kind, src: int, dst: int, action: Action | None, begun: Mark) -> None:
+        end = time.perf_counter_ns()
+        assert type(begun) is int
+        self._add(self._row, kind, src, dst, action, begun, end)
+
+    def begin_on_host(self) -> int:
+        return time.perf_counter_ns()
+
+    def end_on_host(self, kind: Kind, begun: int) -> None:
+        end = time.perf_counter_ns()
+        if kind is Kind.AGREE:
+            self._row.agreed_ns = end
+        self._add(self._row, kind, -1, -1, None, begun, end)
+
+    def _add(self, row: StepRow, kind: Kind, src: int, dst: int, action: Action | None, begin: int, end: int) -> None:
+        place = kind, src, dst
+        found = row.sums.get(place)
+        if found is None:
+            row.sums[place] = [1, end - begin]
+        else:
+            found[0] += 1
+            found[1] += end - begin
+        if self._ring is not None and kind is not Kind.CALL:
+            self._ring.add(row.number, (kind, action), begin, end)
+            row.events += 1
+
+    def begin_step(self, number: int) -> None:
+        now = time.perf_counter_ns()
+        self._row.end_ns = now
+        self._row = StepRow(number, now)
+        self._rows.append(self._row)
+
+    def count_step(self) -> None:
+        self._row.counted = True
+
+    def rows(self) -> list[StepRow]:
+        return [row for row in self._rows if row.counted and row.end_ns and not row.pending]
+
+    def events(self, number: int) -> list[tuple[Kind, Action | None, int, int]]:
+        row = next((row for row in self._rows if row.number == number), None)
+        if self._ring is None or row is None:
+            return []
+        found = [(kind, action, begin, end) for (kind, action), begin, end in self._ring.of_step(number)]
+        return found if len(found) == row.events else []
