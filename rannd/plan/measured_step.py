@@ -84,6 +84,12 @@ class RankTimes(msgspec.Struct, frozen=True):
             for each in self.stages
         )
 
+    @property
+    def rest_us(self) -> float:
+        """Time of a step in nothing that is listed here: the runtime's own, and what the host gives to others."""
+        waits = sum(each.wait_us for each in self.waits) + self.settle_us + self.drain_us
+        return max(self.step_us - self.computing_us - waits - self.send_us, 0.0)
+
 
 class MeasuredStep(msgspec.Struct, frozen=True):
     """Times of all ranks of a deployment."""

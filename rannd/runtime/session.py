@@ -38,6 +38,7 @@ from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.outputs import NotSent
 from rannd.runtime.execution.shared_batch import Share, from_rank_0, rows_by_slot
 from rannd.runtime.execution.step import Step
+from rannd.runtime.execution.step_measuring import MeasuringSettings, Planned, StepMeasuring
 from rannd.runtime.gradients.scaling import Factor
 from rannd.runtime.loss_check import check_losses
 from rannd.runtime.optim.global_optimizer import whole_optimizer
@@ -48,8 +49,7 @@ from rannd.runtime.parameters.state_dict import gather_tensor
 from rannd.runtime.planning.job_options import job_options
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.retraces import Retraces
-from rannd.runtime.step_measuring import Planned, Settings, StepMeasuring
-from rannd.runtime.timeline.recorder import Kind
+from rannd.runtime.timeline.recorder import Doing
 
 _T = TypeVar("_T")
 
@@ -125,7 +125,7 @@ class Session:
         ready = self._flattened(args, kwargs, lambda call: self._prepare_call(call, training, waits=delayed()))
         outputs = self._run_call(ready)
         found = self._finish_call(ready, outputs, delayed)
-        recorder.end_on_host(Kind.CALL, begun)
+        recorder.end_on_host(Doing.CALL, begun)
         return found
 
     def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], use: Callable[[Call], _T]) -> _T:
@@ -215,7 +215,7 @@ class Session:
         """All-gather (graph, rows) of every rank; StepError if gradients are delayed on some ranks only."""
         begun = self._context.recorder.begin_on_host()
         told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call), int(waits))
-        self._context.recorder.end_on_host(Kind.AGREE, begun)
+        self._context.recorder.end_on_host(Doing.AGREE, begun)
         if len({each[2] for each in told}) > 1:
             ranks = [rank for rank, each in enumerate(told) if each[2]]
             raise StepError(
@@ -302,7 +302,7 @@ class Session:
         """Measure the steps of a deployment."""
         key, context = deployed.promise.key, self._context
         planned = Planned(deployed.deployment, deployed.links, job_options(context), key)
-        return StepMeasuring(context, planned, Settings.of(context))
+        return StepMeasuring(context, planned, MeasuringSettings.of(context))
 
     def _tell_ready(self, mode: Mode, seconds: float) -> None:
         logger = log.get("RaNNCModule")

@@ -12,7 +12,7 @@ from rannd.config import Config
 from rannd.runtime.comm.cache_client import Cache
 from rannd.runtime.comm.world import World
 from rannd.runtime.failure.nan_check import Finite
-from rannd.runtime.timeline.recorder import Recorder
+from rannd.runtime.timeline.recorder import StepRecorder
 from rannd.runtime.timeline.recorders import recorder_for
 
 
@@ -51,7 +51,7 @@ class Context:
     options: WrapOptions
     finite: Finite
     """NaN checks as configured by `check_nan`."""
-    recorder: Recorder
+    recorder: StepRecorder
     """What its steps are recorded with, as configured by `trace_events` and `event_trace_file`."""
 
     @staticmethod

@@ -41,7 +41,7 @@ from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.scaling import Factor, scaled
-from rannd.runtime.timeline.recorder import Kind
+from rannd.runtime.timeline.recorder import Doing
 from rannd.runtime.zero.state_home import StateHome
 
 MOST_SIZES = 64
@@ -178,7 +178,7 @@ class Executor:
         try:
             return self._backward(step, gradients, reduce=reduce, again=again)
         finally:
-            self._recorder.end_on_host(Kind.CALL, begun)
+            self._recorder.end_on_host(Doing.CALL, begun)
 
     def _backward(
         self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, again: bool

@@ -18,7 +18,7 @@ from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.reducer import Reducer
-from rannd.runtime.timeline.recorder import Kind
+from rannd.runtime.timeline.recorder import Doing
 
 ACTS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT})
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
@@ -84,7 +84,7 @@ class ProgramPlayer:
                 where.stage, where.piece, where.action = self._stage_at(action), action.piece, action
                 begun = recorder.begin()
                 self._receive(step, backward if action.kind in _GRADS else forward, action)
-                recorder.end(Kind.RECEIVE, action.src, action.dst, action, begun)
+                recorder.end(Doing.RECEIVE, action.src, action.dst, action, begun)
             for action in instruction.settles:
                 (backward if action.kind in _GRADS else forward).settle(action)
             if instruction.action is None:
@@ -96,7 +96,7 @@ class ProgramPlayer:
             if action.kind in TRANSFERS:
                 begun = recorder.begin()
                 self._send(step, backward if action.kind in _GRADS else forward, action, live)
-                recorder.end(Kind.SEND, action.src, action.dst, action, begun)
+                recorder.end(Doing.SEND, action.src, action.dst, action, begun)
                 continue
             self._world.transport.before_computation()
             computing = self._stages[stage]
@@ -105,7 +105,7 @@ class ProgramPlayer:
             elif action.kind is ActionKind.FORWARD:
                 begun = recorder.begin()
                 computing.forward(step, piece, live)
-                recorder.end(Kind.FORWARD, stage, stage, action, begun)
+                recorder.end(Doing.FORWARD, stage, stage, action, begun)
                 self._totals.take(step, piece)
                 if not self._bound.graph.signature.mode.grad:
                     self._give_back(step, piece, stage)
@@ -118,13 +118,13 @@ class ProgramPlayer:
                 self._backward(
                     step, action, computing, live, last=last, halves=last_of[stage].kind is ActionKind.WEIGHT
                 )
-                recorder.end(Kind.WEIGHT if _is_half(action) else Kind.BACKWARD, stage, stage, action, begun)
+                recorder.end(Doing.WEIGHT if _is_half(action) else Doing.BACKWARD, stage, stage, action, begun)
             if totals and action is last_forward:
                 self._totals.begin(step)
         begun = recorder.begin()
         forward.finish()
         backward.finish()
-        recorder.end(Kind.SETTLE, -1, -1, None, begun)
+        recorder.end(Doing.SETTLE, -1, -1, None, begun)
         for computing in self._stages.values():
             computing.rest()
         where.stage, where.piece, where.action = self._home, None, None

@@ -31,7 +31,7 @@ from rannd.runtime.gradients.gradient_buckets import GradientBucket, make_bucket
 from rannd.runtime.gradients.scaling import Factor, scale_
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients, Sums, flattened
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.timeline.recorder import OFF, Kind, Mark, Recorder
+from rannd.runtime.timeline.recorder import OFF, Doing, Mark, StepRecorder
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Reducer:
         overflow: Overflow | None = None,
         sharded: ShardedGradients | None = None,
         agrees: bool = False,
-        recorder: Recorder = OFF,
+        recorder: StepRecorder = OFF,
     ) -> None:
         self._world = world
         self._parameters = parameters
@@ -244,9 +244,9 @@ class Reducer:
         pieces = {name: piece for name, piece in sums.pieces.items() if name in present}
         if self._division != 1 and pieces:
             torch._foreach_div_(list(pieces.values()), self._division)
-        self._recorder.end(Kind.DRAIN, -1, -1, None, waits)
+        self._recorder.end(Doing.DRAIN, -1, -1, None, waits)
         if self._begun is not None:
-            self._recorder.end(Kind.REDUCE, -1, -1, None, self._begun)
+            self._recorder.end(Doing.REDUCE, -1, -1, None, self._begun)
             self._begun = None
         return reduced | pieces
 

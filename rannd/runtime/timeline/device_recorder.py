@@ -16,7 +16,7 @@ import torch
 from rannd.device.action_clock import mark
 from rannd.plan.schedule.program import Action
 from rannd.runtime.timeline.host_recorder import HostRecorder
-from rannd.runtime.timeline.recorder import OF_HOST, Kind, Mark, StepRow
+from rannd.runtime.timeline.recorder import OF_HOST, Doing, Mark, StepRow
 
 
 class DeviceRecorder(HostRecorder):
@@ -25,7 +25,7 @@ class DeviceRecorder(HostRecorder):
     def __init__(self, device: torch.device, *, full: bool) -> None:
         super().__init__(full=full)
         self._device = device
-        self._issued: deque[tuple[StepRow, Kind, int, int, Action | None, torch.Event, torch.Event]] = deque()
+        self._issued: deque[tuple[StepRow, Doing, int, int, Action | None, torch.Event, torch.Event]] = deque()
         """What the device may not have done yet, in the order in which it ends."""
         self._bases: deque[tuple[StepRow, torch.Event]] = deque()
         """Begins of steps that the device may not have passed, after that of `_base`."""
@@ -38,7 +38,7 @@ class DeviceRecorder(HostRecorder):
     def begin(self) -> Mark:
         return mark(self._device)
 
-    def end(self, kind: Kind, src: int, dst: int, action: Action | None, begun: Mark) -> None:
+    def end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: Mark) -> None:
         assert isinstance(begun, torch.Event)
         self._row.pending += 1
         self._issued.append((self._row, kind, src, dst, action, begun, mark(self._device)))
@@ -53,7 +53,7 @@ class DeviceRecorder(HostRecorder):
             self._issued[-1][-1].synchronize()
         self._take()
 
-    def events(self, number: int) -> list[tuple[Kind, Action | None, int, int]]:
+    def events(self, number: int) -> list[tuple[Doing, Action | None, int, int]]:
         ahead = self._ahead_ns or 0
         return [
             (kind, action, begin, end) if kind in OF_HOST else (kind, action, begin + ahead, end + ahead)

@@ -7,15 +7,15 @@ from collections import deque
 
 from rannd.plan.schedule.program import Action
 from rannd.runtime.timeline.event_ring import EventRing
-from rannd.runtime.timeline.recorder import Kind, Mark, Recorder, StepRow
+from rannd.runtime.timeline.recorder import Doing, Mark, StepRecorder, StepRow
 
 ROWS = 128
 """Steps whose sums are kept."""
 
-Event = tuple[Kind, Action | None]
+Event = tuple[Doing, Action | None]
 
 
-class HostRecorder(Recorder):
+class HostRecorder(StepRecorder):
     """Sums up each step. `full`: also keeps the events of the latest steps."""
 
     on = True
@@ -28,7 +28,7 @@ class HostRecorder(Recorder):
     def begin(self) -> Mark:
         return time.perf_counter_ns()
 
-    def end(self, kind: Kind, src: int, dst: int, action: Action | None, begun: Mark) -> None:
+    def end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: Mark) -> None:
         end = time.perf_counter_ns()
         assert type(begun) is int
         self._add(self._row, kind, src, dst, action, begun, end)
@@ -36,13 +36,13 @@ class HostRecorder(Recorder):
     def begin_on_host(self) -> int:
         return time.perf_counter_ns()
 
-    def end_on_host(self, kind: Kind, begun: int) -> None:
+    def end_on_host(self, kind: Doing, begun: int) -> None:
         end = time.perf_counter_ns()
-        if kind is Kind.AGREE:
+        if kind is Doing.AGREE:
             self._row.agreed_ns = end
         self._add(self._row, kind, -1, -1, None, begun, end)
 
-    def _add(self, row: StepRow, kind: Kind, src: int, dst: int, action: Action | None, begin: int, end: int) -> None:
+    def _add(self, row: StepRow, kind: Doing, src: int, dst: int, action: Action | None, begin: int, end: int) -> None:
         place = kind, src, dst
         found = row.sums.get(place)
         if found is None:
@@ -50,7 +50,7 @@ class HostRecorder(Recorder):
         else:
             found[0] += 1
             found[1] += end - begin
-        if self._ring is not None and kind is not Kind.CALL:
+        if self._ring is not None and kind is not Doing.CALL:
             self._ring.add(row.number, (kind, action), begin, end)
             row.events += 1
 
@@ -66,7 +66,7 @@ class HostRecorder(Recorder):
     def rows(self) -> list[StepRow]:
         return [row for row in self._rows if row.counted and row.end_ns and not row.pending]
 
-    def events(self, number: int) -> list[tuple[Kind, Action | None, int, int]]:
+    def events(self, number: int) -> list[tuple[Doing, Action | None, int, int]]:
         row = next((row for row in self._rows if row.number == number), None)
         if self._ring is None or row is None:
             return []

@@ -14,20 +14,20 @@ import msgspec
 
 from rannd.plan.schedule.program import Action
 from rannd.plan.simulate.timeline import COMPUTE, RECEIVE, REDUCE, SEND, WAIT, Event
-from rannd.runtime.timeline.recorder import Kind
+from rannd.runtime.timeline.recorder import Doing
 
 CATEGORY = {
-    Kind.FORWARD: COMPUTE,
-    Kind.BACKWARD: COMPUTE,
-    Kind.WEIGHT: COMPUTE,
-    Kind.SEND: SEND,
-    Kind.RECEIVE: RECEIVE,
-    Kind.SETTLE: WAIT,
-    Kind.REDUCE: REDUCE,
-    Kind.DRAIN: WAIT,
-    Kind.AGREE: WAIT,
+    Doing.FORWARD: COMPUTE,
+    Doing.BACKWARD: COMPUTE,
+    Doing.WEIGHT: COMPUTE,
+    Doing.SEND: SEND,
+    Doing.RECEIVE: RECEIVE,
+    Doing.SETTLE: WAIT,
+    Doing.REDUCE: REDUCE,
+    Doing.DRAIN: WAIT,
+    Doing.AGREE: WAIT,
 }
-_NAMES = {Kind.REDUCE: "R", Kind.DRAIN: "reductions", Kind.SETTLE: "sends", Kind.AGREE: "agreement"}
+_NAMES = {Doing.REDUCE: "R", Doing.DRAIN: "reductions", Doing.SETTLE: "sends", Doing.AGREE: "agreement"}
 
 
 class RankEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -51,7 +51,7 @@ class RankSteps(msgspec.Struct, frozen=True):
     """By the number of the step."""
 
 
-def rank_events(events: Iterable[tuple[Kind, Action | None, int, int]]) -> tuple[RankEvent, ...]:
+def rank_events(events: Iterable[tuple[Doing, Action | None, int, int]]) -> tuple[RankEvent, ...]:
     """Name the events of a rank."""
     return tuple(
         RankEvent(CATEGORY[kind], _NAMES.get(kind, "") if action is None else str(action), begin, end)

@@ -1,10 +1,10 @@
-"""What a step's parts are recorded with. The `Recorder` here records nothing (`trace_events = "off"`).
+"""What a step's parts are recorded with. The `StepRecorder` here records nothing (`trace_events = "off"`).
 
 ::
 
     begun = recorder.begin()
     computing.forward(..)
-    recorder.end(Kind.FORWARD, stage, stage, action, begun)
+    recorder.end(Doing.FORWARD, stage, stage, action, begun)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Mark: TypeAlias = "int | torch.Event | None"
 """A moment: of the host in nanoseconds, or of an accelerator's stream."""
 
 
-class Kind(enum.IntEnum):
+class Doing(enum.IntEnum):
     """What a rank does in a step."""
 
     FORWARD = 0
@@ -44,10 +44,10 @@ class Kind(enum.IntEnum):
     """All of a call of the model, and of the backward through it."""
 
 
-OF_HOST = frozenset({Kind.AGREE, Kind.CALL})
+OF_HOST = frozenset({Doing.AGREE, Doing.CALL})
 """What is measured by the host's clock in any case."""
 
-Place: TypeAlias = tuple[Kind, int, int]
+Place: TypeAlias = tuple[Doing, int, int]
 """What is summed up: of a computation with its stage, twice; of a message with both of its stages (`Layout.edges`)."""
 
 
@@ -73,7 +73,7 @@ class StepRow:
         """Number of events that were put into the ring."""
 
 
-class Recorder:
+class StepRecorder:
     """Records nothing."""
 
     on = False
@@ -83,14 +83,14 @@ class Recorder:
         """Return the moment at which an action begins."""
         return None
 
-    def end(self, kind: Kind, src: int, dst: int, action: Action | None, begun: Mark) -> None:
+    def end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: Mark) -> None:
         """Record an action that ends now; `src`, `dst`: see `Place`."""
 
     def begin_on_host(self) -> int:
         """Return the moment at which a part of `OF_HOST` begins."""
         return 0
 
-    def end_on_host(self, kind: Kind, begun: int) -> None:
+    def end_on_host(self, kind: Doing, begun: int) -> None:
         """Record a part of `OF_HOST` that ends now."""
 
     def begin_step(self, number: int) -> None:
@@ -106,7 +106,7 @@ class Recorder:
     def settle(self) -> None:
         """Wait until all is known of what was recorded. Between steps only: an accelerator is waited for."""
 
-    def events(self, number: int) -> list[tuple[Kind, Action | None, int, int]]:
+    def events(self, number: int) -> list[tuple[Doing, Action | None, int, int]]:
         """Return the events of a step, with begin and end on the host's clock in nanoseconds.
 
         Empty: they are not recorded, or not all of them are in the ring any more.
@@ -114,4 +114,4 @@ class Recorder:
         return []
 
 
-OFF = Recorder()
+OFF = StepRecorder()

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 
 from rannd.plan.measured_step import EdgeWaits, RankTimes, StageTimes, Typical
-from rannd.runtime.timeline.recorder import Kind, Place, StepRow
+from rannd.runtime.timeline.recorder import Doing, Place, StepRow
 
-_COMPUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+_COMPUTED = (Doing.FORWARD, Doing.BACKWARD, Doing.WEIGHT)
 
 
 def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> RankTimes:
@@ -21,16 +21,16 @@ def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> Ran
     """
     own = []
     for stage in stages:
-        pieces = statistics.median([_count(row, (Kind.FORWARD, stage, stage)) for row in rows] or [0])
+        pieces = statistics.median([_count(row, (Doing.FORWARD, stage, stage)) for row in rows] or [0])
         own.append(StageTimes(stage, int(pieces), *(_typical(rows, (kind, stage, stage)) for kind in _COMPUTED)))
-    edges = sorted({(src, dst) for row in rows for kind, src, dst in row.sums if kind is Kind.RECEIVE})
+    edges = sorted({(src, dst) for row in rows for kind, src, dst in row.sums if kind is Doing.RECEIVE})
     waits = []
     for src, dst in edges:
-        place = Kind.RECEIVE, src, dst
+        place = Doing.RECEIVE, src, dst
         messages = statistics.median(_count(row, place) for row in rows)
         waits.append(EdgeWaits(src, dst, int(messages), _middle([_us(row, place) for row in rows])))
-    every = {kind: [_all_us(row, kind) for row in rows] for kind in Kind}
-    calls, agrees = every[Kind.CALL], every[Kind.AGREE]
+    every = {kind: [_all_us(row, kind) for row in rows] for kind in Doing}
+    calls, agrees = every[Doing.CALL], every[Doing.AGREE]
     return RankTimes(
         slot,
         len(rows),
@@ -38,10 +38,10 @@ def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> Ran
         tuple(waits),
         step_us=_middle([max(call - agree, 0.0) for call, agree in zip(calls, agrees, strict=True)]),
         agree_us=_middle(agrees),
-        send_us=_middle(every[Kind.SEND]),
-        settle_us=_middle(every[Kind.SETTLE]),
-        reduce_us=_middle(every[Kind.REDUCE]),
-        drain_us=_middle(every[Kind.DRAIN]),
+        send_us=_middle(every[Doing.SEND]),
+        settle_us=_middle(every[Doing.SETTLE]),
+        reduce_us=_middle(every[Doing.REDUCE]),
+        drain_us=_middle(every[Doing.DRAIN]),
         between_us=_middle(
             [max((row.end_ns - row.begin_ns) / 1e3 - call, 0.0) for row, call in zip(rows, calls, strict=True)]
         ),
@@ -56,7 +56,7 @@ def _us(row: StepRow, place: Place) -> float:
     return row.sums.get(place, (0, 0))[1] / 1e3
 
 
-def _all_us(row: StepRow, kind: Kind) -> float:
+def _all_us(row: StepRow, kind: Doing) -> float:
     return sum(ns for place, (_, ns) in row.sums.items() if place[0] is kind) / 1e3
 
 

@@ -21,7 +21,7 @@ def test_one_event() -> None:
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "predicted node 0"}},
         {"ph": "M", "name": "process_name", "pid": 4, "tid": 0, "args": {"name": "predicted node 4"}},
         {"ph": "M", "name": "thread_name", "pid": 4, "tid": 0, "args": {"name": "slot 1 compute"}},
-        {"ph": "M", "name": "thread_sort_index", "pid": 4, "tid": 0, "args": {"sort_index": 3000}},
+        {"ph": "M", "name": "thread_sort_index", "pid": 4, "tid": 0, "args": {"sort_index": 5000}},
         {"ph": "X", "name": "F3", "cat": "compute", "pid": 4, "tid": 0, "ts": 5.0, "dur": 2.5},
     ]
 

@@ -32,7 +32,7 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World
 from rannd.runtime.timeline.joined_timeline import RankSteps, join, rank_events
-from rannd.runtime.timeline.recorder import Recorder
+from rannd.runtime.timeline.recorder import StepRecorder
 from rannd.runtime.timeline.step_times import rank_times
 
 TRACED = 10
@@ -44,7 +44,7 @@ _STEPS = msgspec.msgpack.Decoder(RankSteps)
 
 
 @dataclass(frozen=True)
-class Settings:
+class MeasuringSettings:
     """What is done with what ranks record; rank 0's configuration, as hosts can have other files."""
 
     after: int
@@ -53,12 +53,12 @@ class Settings:
     """Where the timeline is written; '': nowhere."""
 
     @staticmethod
-    def of(context: Context) -> Settings:
+    def of(context: Context) -> MeasuringSettings:
         """Return the same settings on all ranks. Collective."""
         config = context.config
         here = (config.calibrate_after if context.recorder.on else 0, config.event_trace_file)
         told = context.world.broadcast_bytes(msgspec.msgpack.encode(here))
-        return Settings(*msgspec.msgpack.decode(told, type=tuple[int, str]))
+        return MeasuringSettings(*msgspec.msgpack.decode(told, type=tuple[int, str]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Planned:
 class StepMeasuring:
     """Measures the steps of one deployment. Methods are collective but for `close`."""
 
-    def __init__(self, context: Context, planned: Planned, settings: Settings) -> None:
+    def __init__(self, context: Context, planned: Planned, settings: MeasuringSettings) -> None:
         """`settings`: the same on all ranks."""
         self._world, self._recorder, self._cache = context.world, context.recorder, context.cache
         self._planned, self._settings = planned, settings
@@ -187,7 +187,7 @@ class StepMeasuring:
         else:
             logger.info("The timeline of a step was written to %s; open it in https://ui.perfetto.dev", file)
 
-    def _latest_step(self, recorder: Recorder) -> RankSteps:
+    def _latest_step(self, recorder: StepRecorder) -> RankSteps:
         world, rows = self._world, recorder.rows()
         events = recorder.events(rows[-1].number) if rows else []
         begin = rows[-1].begin_ns if rows else 0
