@@ -5,7 +5,6 @@ It may come from anywhere, as a deployment may: :func:`decode_measured` believes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -147,12 +146,16 @@ def _wrong(measured: MeasuredStep, deployment: Deployment) -> str:
         stages = [number for number, stage in enumerate(deployment.stages) if rank.slot in stage.slots]
         if [each.stage for each in rank.stages] != stages:
             return f"slot {rank.slot} has stages {[each.stage for each in rank.stages]}, not {stages}"
-        if any(not -1 <= each.src < each.dst <= last for each in rank.waits):
-            return f"slot {rank.slot} waits for {[(each.src, each.dst) for each in rank.waits]}"
+        edges = [(each.src, each.dst) for each in rank.waits]
+        if any(not -1 <= src < dst <= last for src, dst in edges) or edges != sorted(set(edges)):
+            return f"slot {rank.slot} waits for {edges[:8]}"
         for name, value in _numbers(msgspec.to_builtins(rank)):
             most = _MOST_COUNT if isinstance(value, int) else LONGEST_STEP_US
-            if not -1 <= value <= most or (isinstance(value, float) and not (math.isfinite(value) and value >= 0)):
+            least = -1 if name == "waits" and isinstance(value, int) else 0  # an edge from the ranks
+            if not least <= value <= most:
                 return f"{name} is {value}"
+        if any(each.messages < 0 for each in rank.waits):
+            return f"slot {rank.slot} has got {[each.messages for each in rank.waits[:8]]} messages"
     return ""
 
 

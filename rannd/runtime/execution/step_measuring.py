@@ -212,6 +212,12 @@ _latest: StepMeasuring | None = None
 """That of the model that was deployed last, on all ranks the same; None: it is deployed no more."""
 
 
+def forget_latest() -> None:
+    """Forget the model that was deployed last; one that was collected as garbage could not be closed."""
+    global _latest
+    _latest = None
+
+
 def dump_latest(world: World) -> None:
     """Write the timeline of the model that was deployed last, see `StepMeasuring.dump`. Collective."""
     meet(world, Phase.DUMP_EVENTS)
