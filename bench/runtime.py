@@ -13,8 +13,8 @@ bubble         stages that sleep (50 ms in forward, 100 ms in backward, or in ea
                each rank half of that) compared with their schedule's ideal time
 zero_bubble    two stages of a GPT under zb_h1 compared with 1f1b, 4 and 8 microbatches in the batch
 overhead       time per action of the executor, with almost no computation and no communication
-tracing        two stages of a GPT with trace_events off, summary and full: wall and CPU time of a step, compared in each
-               round; and the time that recording one event takes, times the events of a step
+tracing        two stages of a GPT with trace_events off, summary and full: wall and CPU time of a step, compared in
+               each round; and the time that recording one event takes, times the events of a step
 memory         peak bytes of tensors in a step of each rank, compared with the plan and the whole model
 out_of_the_box the same training script (bench/_gpt2.py: GPT-2, batch and AdamW of data_parallel) as a user starts it,
                without any settings: torchrun with DistributedDataParallel, and rannc-run, which chooses threads and
