@@ -41,17 +41,22 @@ def timeline(file: Path) -> Events:
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "words"),
     [
-        {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4", "RANNC_SCHEDULE": "zb_h1"},
-        {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "2"},
+        ({"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4", "RANNC_SCHEDULE": "zb_h1"}, []),
+        ({"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "2"}, ["nodes"]),
     ],
-    ids=["two stages", "two replicas"],
+    ids=["two stages", "two replicas on two nodes"],
 )
-def test_a_training_that_is_measured(job: Job, tmp_path: Path, plan: dict[str, str]) -> None:
+def test_a_training_that_is_measured(job: Job, tmp_path: Path, plan: dict[str, str], words: list[str]) -> None:
     file = tmp_path / "step.json"
-    output = job.train(2, PROGRAM, RANNC_EVENT_TRACE_FILE=str(file), RANNC_CACHE="on", **plan)
+    output = job.train(2, PROGRAM, *words, RANNC_EVENT_TRACE_FILE=str(file), RANNC_CACHE="on", **plan)
     assert f"The timeline of a step was written to {file}" in output
+    events = json.loads(file.read_text())["traceEvents"]
+    processes = {each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert processes == {
+        f"{title} node {node}" for title in ("measured", "predicted") for node in range(1 + len(words))
+    }
     found = timeline(file)
     programs = {int(slot): names.split() for slot, names in re.findall(r"slot (\d) computes (.*) \.", output)}
     assert sorted(programs) == [0, 1]

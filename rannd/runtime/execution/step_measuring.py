@@ -169,11 +169,11 @@ class StepMeasuring:
         if world.rank:
             return
         logger = log.get("RaNNCModule")
-        if not all(each.events for each in told):
-            lacking = [rank for rank, each in enumerate(told) if not each.events]
+        lacking = [rank for rank, each in enumerate(told) if not each.events or each.number != told[0].number]
+        if lacking:
             logger.warning(
-                "No timeline is written to %s: ranks %s have not recorded a whole step; a step that is recorded is a "
-                "call of the training, after the first one, with as many rows as were planned for",
+                "No timeline is written to %s: ranks %s have not recorded a whole step, the same as rank 0; what is "
+                "recorded are calls of the training, after the first one, with as many rows as were planned for",
                 file,
                 lacking,
             )
@@ -190,9 +190,9 @@ class StepMeasuring:
     def _latest_step(self, recorder: StepRecorder) -> RankSteps:
         world, rows = self._world, recorder.rows()
         events = recorder.events(rows[-1].number) if rows else []
-        begin = rows[-1].begin_ns if rows else 0
+        number, begin = (rows[-1].number, rows[-1].begin_ns) if rows else (-1, 0)
         agreed = {row.number: row.agreed_ns for row in rows}
-        return RankSteps(world.slot, world.slots[world.slot].node, begin, rank_events(events), agreed)
+        return RankSteps(number, world.slot, world.slots[world.slot].node, begin, rank_events(events), agreed)
 
     def _predicted(self, start_us: float) -> list[Event]:
         """Events of a simulated step that begins at `start_us`; none if links or graph are not known."""

@@ -73,7 +73,7 @@ class DeviceRecorder(HostRecorder):
 
     def _go_on_to(self, row: StepRow) -> None:
         """Measure from the begin of `row`, and not of an older one: a time is the less exact the longer it is."""
-        while self._bases and self._bases[0][0].number <= row.number:
+        while self._bases and self._bases[0][0].begin_ns <= row.begin_ns:
             begun, base = self._bases.popleft()
             if self._base is not None:
                 self._base_ns += round(self._base.elapsed_time(base) * 1e6)

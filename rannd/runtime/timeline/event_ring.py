@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 
 class EventRing(Generic[T]):
-    """Holds the latest events, of any steps. `what`: any value that says what an event is; it is held by reference."""
+    """Holds the latest events, of any steps.
+
+    `step`: a number that no other step has. `what`: any value that says what an event is; it is held by reference.
+    """
 
     def __init__(self, size: int = SIZE) -> None:
         self._size = size

@@ -51,7 +51,7 @@ class HostRecorder(StepRecorder):
             found[0] += 1
             found[1] += end - begin
         if self._ring is not None and kind is not Doing.CALL:
-            self._ring.add(row.number, (kind, action), begin, end)
+            self._ring.add(row.begin_ns, (kind, action), begin, end)
             row.events += 1
 
     def begin_step(self, number: int) -> None:
@@ -67,8 +67,8 @@ class HostRecorder(StepRecorder):
         return [row for row in self._rows if row.counted and row.end_ns and not row.pending]
 
     def events(self, number: int) -> list[tuple[Doing, Action | None, int, int]]:
-        row = next((row for row in self._rows if row.number == number), None)
+        row = next((row for row in reversed(self._rows) if row.number == number), None)
         if self._ring is None or row is None:
             return []
-        found = [(kind, action, begin, end) for (kind, action), begin, end in self._ring.of_step(number)]
+        found = [(kind, action, begin, end) for (kind, action), begin, end in self._ring.of_step(row.begin_ns)]
         return found if len(found) == row.events else []

@@ -42,6 +42,8 @@ class RankEvent(msgspec.Struct, frozen=True, array_like=True):
 class RankSteps(msgspec.Struct, frozen=True):
     """Events of one step of a rank, and when it left the agreements of several."""
 
+    number: int
+    """Of the step; -1: there is none."""
     slot: int
     node: int
     begin_ns: int

@@ -58,7 +58,7 @@ class StepRow:
 
     def __init__(self, number: int, begin_ns: int) -> None:
         self.number = number
-        """Of the call of the model that began it."""
+        """Of the call of the model that began it; it goes back where an older state of the training is loaded."""
         self.begin_ns, self.end_ns = begin_ns, 0
         """Begin, and that of the next step."""
         self.agreed_ns = 0

@@ -14,7 +14,9 @@ def rank(slot: int, node: int, ahead_ms: int, begin_ms: int, agreed: dict[int, i
     """Comes at `begin_ms` to a step, in which it computes from 20 to 25 ms; its clock is ahead."""
     ahead = ahead_ms * MS
     events = (RankEvent(COMPUTE, f"F{slot}", ahead + 20 * MS, ahead + 25 * MS),)
-    return RankSteps(slot, node, ahead + begin_ms * MS, events, {step: ahead + at * MS for step, at in agreed.items()})
+    return RankSteps(
+        5, slot, node, ahead + begin_ms * MS, events, {step: ahead + at * MS for step, at in agreed.items()}
+    )
 
 
 def test_clocks_of_nodes_are_compared_by_the_ends_of_agreements() -> None:

@@ -121,6 +121,18 @@ def test_a_step_of_which_events_are_lost_is_not_told_in_part(monkeypatch: pytest
     assert len(recorder.rows()) == 2, "sums of it are known"
 
 
+def test_numbers_may_come_again() -> None:
+    """As where an older state of the training is loaded: the later step is meant."""
+    recorder = HostRecorder(full=True)
+    for number in (4, 5, 4):
+        step(recorder, number)
+    recorder.begin_step(5)
+    row = recorder.rows()[-1]
+    assert row.number == 4
+    assert len(recorder.events(4)) == 3
+    assert all(row.begin_ns <= begin for _, _, begin, _ in recorder.events(4))
+
+
 # --- devices --------------------------------------------------------------------------------------
 
 
@@ -174,6 +186,15 @@ def test_what_a_device_has_not_done_is_told_later(gpu: DeviceRecorder) -> None:
     assert ns >= 4_000_000
     gpu.settle()
     assert [row.number for row in gpu.rows()] == [0, 1]
+
+
+def test_numbers_of_steps_of_a_device_may_come_again(gpu: DeviceRecorder) -> None:
+    for number in (4, 5, 4):
+        step(gpu, number)
+    gpu.begin_step(5)
+    gpu.settle()
+    assert [row.number for row in gpu.rows()] == [4, 5, 4]
+    assert all(row.sums[Doing.FORWARD, 0, 0][1] >= 4_000_000 for row in gpu.rows())
 
 
 def test_times_of_a_device_are_told_on_the_clock_of_the_host(gpu: DeviceRecorder) -> None:
