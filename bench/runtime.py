@@ -1,6 +1,6 @@
 """Benchmarks of the runtime compared with torch's, two ranks on two cores: data and pipeline parallelism, overhead.
 
-    python bench/runtime.py [data_parallel pipeline bubble zero_bubble overhead memory out_of_the_box]
+    python bench/runtime.py [data_parallel pipeline bubble zero_bubble overhead tracing memory out_of_the_box]
                             [--rounds 8] [--steps 4]
 
 Both sides of a ratio train the same model in the same processes with the same allocator, in turns; the order is
@@ -13,6 +13,8 @@ bubble         stages that sleep (50 ms in forward, 100 ms in backward, or in ea
                each rank half of that) compared with their schedule's ideal time
 zero_bubble    two stages of a GPT under zb_h1 compared with 1f1b, 4 and 8 microbatches in the batch
 overhead       time per action of the executor, with almost no computation and no communication
+tracing        two stages of a GPT with trace_events off, summary and full: wall and CPU time of a step, compared in
+               each round; and the time that recording one event takes, times the events of a step
 memory         peak bytes of tensors in a step of each rank, compared with the plan and the whole model
 out_of_the_box the same training script (bench/_gpt2.py: GPT-2, batch and AdamW of data_parallel) as a user starts it,
                without any settings: torchrun with DistributedDataParallel, and rannc-run, which chooses threads and
@@ -49,6 +51,7 @@ JOBS: dict[str, tuple[int, dict[str, str]]] = {
     "bubble": (4, {"RANNC_PARTITION_NUM": "4", "RANNC_PIPELINE_NUM": "4"}),
     "zero_bubble": (2, {"RANNC_PARTITION_NUM": "2"}),
     "overhead": (1, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "32"}),
+    "tracing": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
     "memory": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
 }
 """(ranks, variables that force the plan) of each measurement."""
@@ -372,6 +375,75 @@ def overhead(rounds: int, steps: int) -> None:
     ours = 1e6 * (statistics.median(found) - statistics.median(bare)) / actions
     print(f"step {1e3 * statistics.median(found):.2f} ms, computation {1e3 * statistics.median(bare):.2f} ms", end=" ")
     print(f"-> {ours:.0f} us per action ({actions} actions)")
+
+
+def tracing(rounds: int, steps: int) -> None:
+    """Compare steps that are recorded with steps that are not, and measure what an event costs."""
+    import torch
+
+    import pyrannc
+    from rannd.runtime.timeline.recorder import Doing
+
+    rank = pyrannc.get_rank()
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(rank))
+    modes = ("off", "summary", "full")
+    wall: dict[str, list[float]] = {mode: [] for mode in modes}
+    cpu: dict[str, list[float]] = {mode: [] for mode in modes}
+    taken: dict[str, float] = {}
+    """Microseconds of an event."""
+    events = 0
+
+    def side(mode: str) -> tuple[Callable[[], None], Any]:
+        os.environ["RANNC_TRACE_EVENTS"] = mode
+        model = Gpt().whole(LAYERS // 2 + 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        wrapped = pyrannc.RaNNCModule(model, optimizer)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            wrapped(tokens).backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        return step, wrapped._session._context.recorder
+
+    sides = {mode: side(mode) for mode in modes}
+    for number in range(rounds + 1):
+        for mode in modes[:: 1 if number % 2 else -1]:
+            pyrannc.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                sides[mode][0]()
+            cpu[mode].append((time.process_time() - used) / steps)
+            pyrannc.barrier()
+            wall[mode].append((time.perf_counter() - start) / steps)
+    for mode in modes[1:]:
+        recorder = sides[mode][1]
+        row = recorder.rows()[-1]
+        events = sum(count for count, _ in row.sums.values())
+        recorder.begin_step(-2)
+        turns = 20_000
+        start = time.process_time()
+        for _ in range(turns):
+            recorder.end(Doing.FORWARD, 0, 0, None, recorder.begin())
+        taken[mode] = 1e6 * (time.process_time() - start) / turns
+    told: list[Any] = [None] * pyrannc.get_world_size()
+    torch.distributed.all_gather_object(told, cpu)
+    if rank:
+        return
+    both = {mode: [sum(each) for each in zip(*(one[mode] for one in told), strict=True)] for mode in modes}
+    for what, times in (("wall time", wall), ("CPU time of both ranks", both)):
+        print(f"{what}, without tracing {1e3 * statistics.median(times['off'][1:]):.1f} ms", end="")
+        for mode in modes[1:]:
+            ratios = [one / other for one, other in zip(times[mode][1:], times["off"][1:], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(f"; {mode} / off {middle:.4f} (quartiles {low:.4f} to {high:.4f})", end="")
+        print(f", {rounds} rounds of {steps} steps")
+    step_us = 1e6 * statistics.median(wall["off"][1:])
+    for mode in modes[1:]:
+        part = events * taken[mode] / step_us
+        print(f"{mode}: {events} events a step on rank 0, {taken[mode]:.2f} us each: {part:.3%} of the step")
 
 
 def memory(rounds: int, steps: int) -> None:

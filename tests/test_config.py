@@ -55,6 +55,7 @@ OWN += [
     "offload_params",
     "offload_activations",
     "offload_dir",
+    "calibrate_after",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 ELASTIC = ["elastic", "min_np", "max_np", "max_restarts", "leave_timeout", "straggler_factor", "drop_stragglers"]
@@ -119,6 +120,9 @@ NOT_PLAN_AFFECTING = {
     "verify_trace",
     "dump_graph",
     "dump_graph_prefix",
+    "trace_events",
+    "event_trace_file",
+    "calibrate_after",
     "cache",
     "cache_max_gb",
     "daemon_idle_s",
@@ -440,6 +444,7 @@ def test_example_of_rannc_manual_is_read(conf: Path) -> None:
     )
     config = load(env(conf, RANNC_DEPLOYMENT_FILE="plan.bin"))
     assert (config.partition_num, config.max_partition_num, config.coarsen_by_time) == (2, 30, False)
+    assert config.trace_events == "false"
     assert [line.split()[1] for line in config.no_effect_warnings()] == ["skip_grad_scaling"]
 
 

@@ -469,6 +469,28 @@ class Config:
         group=_DEBUG,
         plan_affecting=False,
     )
+    trace_events: str = item(
+        "summary",
+        "What ranks record of their steps: how long they compute and wait (summary), also each action (full or true), "
+        "or nothing (off or false).",
+        group=_DEBUG,
+        plan_affecting=False,
+        choices=("summary", "full", "off", "true", "false"),
+    )
+    event_trace_file: str = item(
+        "",
+        "File for the timeline of a step, measured and predicted, for Perfetto: of the tenth step after the first, and "
+        "of the latest one when the script calls pyrannc._dump_events(). Sets trace_events to full.",
+        group=_DEBUG,
+        plan_affecting=False,
+    )
+    calibrate_after: int = item(
+        20,
+        "Number of steps after which their times are stored beside the plan, for rannc-cache show; 0: never.",
+        group=_DEBUG,
+        plan_affecting=False,
+        least=0,
+    )
     # --- DAEMON
     cache: str = item(
         "on",
@@ -543,8 +565,6 @@ class Config:
     validate_comm: bool = unused(False, "Check the values sent between ranks.", _DEAD)
     display_comm_value: bool = unused(False, "Print the values sent between ranks.", _LATER)
     display_act_value: bool = unused(False, "Print the activations.", _LATER)
-    trace_events: bool = unused(False, "Record a timeline of each step.", _LATER)
-    event_trace_file: str = unused("", "File for trace_events.", _LATER)
     verify_recomp: bool = unused(False, "Check that recomputed values equal the original ones.", _LATER)
     dump_dp_node_profiles: str = unused("", "File for the costs that the search for stages uses.", _LATER)
     dump_dp_cache: str = unused("", "File for the table of the search for stages.", _LATER)

@@ -21,6 +21,13 @@ class Timed(NamedTuple):
     """The same, if the time of an action grows with its rows."""
 
 
+def mark(device: torch.device) -> torch.Event:
+    """Return an event that an accelerator passes when it has done what its current stream has been given so far."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 class ActionClock:
     """Measures blocks, ``with clock: ...``, of one thread at a time, in which the rank waits for nobody.
 
@@ -44,14 +51,14 @@ class ActionClock:
 
     def __enter__(self) -> None:
         if self._queued:
-            self._first = self._mark()
+            self._first = mark(self._device)
         else:
             self._start_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         expected, self._expected = self._expected, (0.0, 0.0)
         if self._first is not None:
-            self._issued.append((self._first, self._mark(), expected))
+            self._issued.append((self._first, mark(self._device), expected))
             self._first = None
         else:
             self._add((time.perf_counter() - self._start_s) * 1e6, expected)
@@ -63,11 +70,6 @@ class ActionClock:
             self._add(first.elapsed_time(last) * 1e3, expected)
         done, self._done = self._done, Timed()
         return done
-
-    def _mark(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
 
     def _add(self, us: float, expected: tuple[float, float]) -> None:
         done = self._done

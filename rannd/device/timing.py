@@ -10,14 +10,15 @@ so gaps in which the device would wait for the host do not count, nor does what 
 The host's time is taken apart, from an empty queue on and without waiting. A span costs the larger of the two: a model
 runs no faster than it is issued, and no faster than the device computes.
 
-On the CPU wall time and the processor's time of the thread are compared: where other processes took the processor away,
-the latter counts.
+On the CPU a span costs its wall time, less what the thread waited for a processor that other processes had.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
@@ -197,29 +198,71 @@ class HostTime(NamedTuple):
     """The host's clocks at one moment."""
 
     wall_us: float
-    cpu_us: float
-    """The processor's time of this thread."""
+    delayed_us: float
+    """How long this thread has waited for a processor that others had."""
     preempted: int
-    """How often the processor was taken away, from this thread, or if there are several from any of the process,"""
-    waited: int
-    """and how often it was given away, to wait for something."""
+    """How often a processor was taken away from the process."""
 
 
-def host_time(*, threads: int) -> HostTime:
-    """Read the clocks. `threads`: number of threads that compute."""
-    used = resource.getrusage(resource.RUSAGE_THREAD if threads == 1 else resource.RUSAGE_SELF)
-    return HostTime(time.perf_counter_ns() / 1e3, time.thread_time_ns() / 1e3, used.ru_nivcsw, used.ru_nvcsw)
+class _Schedstat:
+    """What Linux tells of the thread that has opened it: how long it was ready to run, but not on a processor."""
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def delayed_us(self) -> float:
+        return int(os.pread(self._file, 64, 0).split()[1]) / 1e3
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
 
 
-def host_sample(first: HostTime, last: HostTime, *, threads: int) -> Sample:
+class HostClock:
+    """Reads clocks for the thread that asks."""
+
+    def __init__(self) -> None:
+        self._known = threading.local()
+
+    def read(self) -> HostTime:
+        """Return the time."""
+        delayed_us = self.delayed_us()
+        return HostTime(time.perf_counter_ns() / 1e3, delayed_us, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
+
+    def delayed_us(self) -> float:
+        """Return how long this thread has waited for a processor; 0 where the system does not tell."""
+        known, used = self._known, resource.getrusage(resource.RUSAGE_THREAD)
+        switches = used.ru_nvcsw + used.ru_nivcsw
+        if getattr(known, "process", 0) != os.getpid():  # a fork has its own
+            known.process, known.switches, known.delayed_us = os.getpid(), -1, 0.0
+            try:
+                known.schedstat = _Schedstat()
+            except OSError:
+                known.schedstat = None
+        if known.schedstat is not None and switches != known.switches:  # it changes with them only
+            known.switches = switches
+            known.delayed_us = known.schedstat.delayed_us()
+        found: float = known.delayed_us
+        return found
+
+    @property
+    def tells_delays(self) -> bool:
+        """Whether `delayed_us` is known."""
+        self.delayed_us()
+        return self._known.schedstat is not None
+
+
+def host_sample(first: HostTime, last: HostTime, *, disturbs: bool) -> Sample:
     """Return what the computations between two moments take by themselves.
 
-    One thread that waits for nothing takes its processor's time. Of one that waits, and of several threads, the wall
-    time counts, which is disturbed where the processor was taken away.
+    `disturbs`: whether a processor that was taken away has an unknown effect: that other threads compute, too, or that
+    delays are not known.
     """
-    if threads == 1 and last.waited == first.waited:
-        return Sample(last.cpu_us - first.cpu_us)
-    return Sample(last.wall_us - first.wall_us, disturbed=last.preempted > first.preempted)
+    us = last.wall_us - first.wall_us - (last.delayed_us - first.delayed_us)
+    return Sample(us, disturbs and last.preempted > first.preempted)
+
+
+_clock = HostClock()
 
 
 def spans(device: torch.device, action: Action, repeats: int = 1) -> list[list[Sample]]:
@@ -235,12 +278,12 @@ def spans(device: torch.device, action: Action, repeats: int = 1) -> list[list[S
         if device not in _timers:
             _timers[device] = Timer(EventQueue(device))
         return [[Sample(span.us)] for span in _timers[device].spans(action, REPEATS)]
-    threads = torch.get_num_threads()
+    disturbs = torch.get_num_threads() > 1 or not _clock.tells_delays
     found: list[list[Sample]] = []
     for _ in range(repeats):
         stamps: list[HostTime] = []
-        action(functools.partial(_note, functools.partial(host_time, threads=threads), stamps))
-        found.append([host_sample(first, last, threads=threads) for first, last in _pairs(stamps)])
+        action(functools.partial(_note, _clock.read, stamps))
+        found.append([host_sample(first, last, disturbs=disturbs) for first, last in _pairs(stamps)])
     return [list(each) for each in zip(*found, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """What the measured steps of a job say of its costs: few numbers, with which later plans are made.
 
-Blocks are measured alone, a stage runs many of them, beside other ranks and behind the runtime. So what a stage takes is
-predicted as::
+Blocks are measured alone, a stage runs many of them, beside other ranks and behind the runtime. So what a stage takes
+is predicted as::
 
     forward  = sum over kinds k of forward_k x its forwards of this kind + action
     backward = sum over kinds k of backward_k x its backwards of this kind + action

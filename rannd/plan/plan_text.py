@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from rannd.errors import UsageError
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment, Slot, Stage
+from rannd.plan.measured_step import MeasuredStep
 from rannd.plan.slot_memory import device_bytes, fullest_bytes, stages_by_slots
 
 _MIB = 2**20
@@ -44,6 +45,56 @@ def show(deployment: Deployment, batch_size: int | None = None) -> str:
     if deployment.alternatives:
         parts.append(_alternatives(deployment))
     return "\n\n".join(parts)
+
+
+def show_measured(deployment: Deployment, measured: MeasuredStep) -> str:
+    """Describe what steps of a deployment took beside what was predicted, such as::
+
+        measured   20 steps, on the slowest replica of each stage; error: measured / predicted - 1
+        stage      what          predicted  measured   error
+        0          forward       4.506 ms   4.285 ms   -4.9 %
+                   not computing 2.920 ms   3.160 ms   +8.2 %
+
+    What follows are parts of it that no prediction tells apart, and the time between steps.
+    """
+    step_us = measured.step_us
+    rows = [("all", "step", *_compared(deployment.step_us, step_us))]
+    for slots, numbers in stages_by_slots(deployment).items():
+        ranks = [measured.ranks[slot] for slot in slots]
+        planned_us = 0.0
+        for number in numbers:
+            each, times = deployment.stages[number].estimate, list(measured.of_stage(number))
+            planned_us += each.forward_us + each.backward_us
+            forward = max(one.pieces * one.forward.median_us for one in times)
+            backward = max(one.pieces * (one.backward.median_us + one.weight.median_us) for one in times)
+            weight = max(one.pieces * one.weight.median_us for one in times)
+            rows.append((str(number), "forward", *_compared(each.forward_us, forward)))
+            rows.append(("", "backward", *_compared(each.backward_us, backward)))
+            if weight:
+                rows.append(("", "of it weight grad", *_compared(each.weight_us, weight)))
+        reduce_us = max(rank.reduce_us for rank in ranks)
+        predicted_us = sum(deployment.stages[number].estimate.allreduce_us for number in numbers)
+        if reduce_us or predicted_us:
+            rows.append(("", "all-reduce", *_compared(predicted_us, reduce_us)))
+        idle = [max(step_us - rank.computing_us, 0.0) for rank in ranks]
+        rows.append(("", "not computing", *_compared(max(deployment.step_us - planned_us, 0.0), min(idle))))
+        for what, found in (
+            ("waiting for values", [sum(wait.wait_us for wait in rank.waits) for rank in ranks]),
+            ("sending", [rank.send_us + rank.settle_us for rank in ranks]),
+            ("waiting for reductions", [rank.drain_us for rank in ranks]),
+            ("waiting for the ranks", [rank.agree_us for rank in ranks]),
+            ("the runtime", [rank.rest_us for rank in ranks]),
+            ("between steps", [rank.between_us for rank in ranks]),
+        ):
+            rows.append(("", what, "", _ms(max(found)), ""))
+    steps = _count(min(rank.steps for rank in measured.ranks), "step")
+    head = f"{'measured':<10}{steps}, the slowest replica of each stage; error: measured / predicted - 1"
+    return f"{head}\n{_table(('stage', 'what', 'predicted', 'measured', 'error'), rows)}"
+
+
+def _compared(predicted_us: float, measured_us: float) -> tuple[str, str, str]:
+    error = f"{100 * (measured_us / predicted_us - 1):+.1f} %" if predicted_us and measured_us else ""
+    return _ms(predicted_us), _ms(measured_us), error
 
 
 def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None) -> str:

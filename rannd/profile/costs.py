@@ -35,7 +35,6 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
     add_us: float = 0.0
     """Time to accumulate a microbatch's parameter gradients; the first microbatch's are used as they are."""
 
-
     def scaled(self, forward: float, backward: float) -> BlockCost:
         """Return the cost with its times multiplied by these factors."""
         return msgspec.structs.replace(

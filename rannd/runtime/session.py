@@ -38,6 +38,7 @@ from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.outputs import NotSent
 from rannd.runtime.execution.shared_batch import Share, from_rank_0, rows_by_slot
 from rannd.runtime.execution.step import Step
+from rannd.runtime.execution.step_measuring import MeasuringSettings, Planned, StepMeasuring
 from rannd.runtime.gradients.scaling import Factor
 from rannd.runtime.loss_check import check_losses
 from rannd.runtime.optim.global_optimizer import whole_optimizer
@@ -45,8 +46,10 @@ from rannd.runtime.optim.wide_loading import keep_wide_state
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_tensor
+from rannd.runtime.planning.job_options import job_options
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.retraces import Retraces
+from rannd.runtime.timeline.recorder import Doing
 
 _T = TypeVar("_T")
 
@@ -105,6 +108,7 @@ class Session:
             if context.config.master_weights:
                 keep_wide_state(context.optimizer, tells=world.rank == 0)
         self._deployed: Deployed | None = None
+        self._measuring: StepMeasuring | None = None
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -115,9 +119,14 @@ class Session:
         """
         if self.between_steps is not None:
             self.between_steps()
+        recorder = self._context.recorder
+        recorder.begin_step(self._steps)
+        begun = recorder.begin_on_host()
         ready = self._flattened(args, kwargs, lambda call: self._prepare_call(call, training, waits=delayed()))
         outputs = self._run_call(ready)
-        return self._finish_call(ready, outputs, delayed)
+        found = self._finish_call(ready, outputs, delayed)
+        recorder.end_on_host(Doing.CALL, begun)
+        return found
 
     def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], use: Callable[[Call], _T]) -> _T:
         """Use the flattened arguments of a call, again if tracing shows that they have to be flattened differently."""
@@ -145,6 +154,8 @@ class Session:
         deployed.begin_call(self._steps, float16=mode.float16)
         share = Share(self.world, executor.bound.graph, by_slot) if shared else None
         step = self._step(executor, call, by_slot, share)
+        assert self._measuring is not None
+        self._measuring.begin(executor.bound, sum(by_slot), inside=step.interleaved)
         self._steps += 1
         watch.where.stage = executor.bound.stages[0].number
         # Gradients that are already delayed are reduced together with those of this call, in its backward.
@@ -202,7 +213,9 @@ class Session:
 
     def _agree(self, number: int, call: Call, *, waits: bool) -> list[tuple[int, int]]:
         """All-gather (graph, rows) of every rank; StepError if gradients are delayed on some ranks only."""
+        begun = self._context.recorder.begin_on_host()
         told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call), int(waits))
+        self._context.recorder.end_on_host(Doing.AGREE, begun)
         if len({each[2] for each in told}) > 1:
             ranks = [rank for rank, each in enumerate(told) if each[2]]
             raise StepError(
@@ -272,6 +285,7 @@ class Session:
             self._tracing.check(planned, call)
             self._deployed = self._deployer.deploy(planned, call, rows)
             self._deployed.reducer.delivered.append(self._count)
+            self._measuring = self._measure(self._deployed)
         assert self._deployed is not None
         executor = self._deployer.bind(self._deployed, graph, self._seed, rows)
         number = self._graphs.add(graph.signature, executor, state)
@@ -283,6 +297,14 @@ class Session:
                     follower.deployed()
             self._tell_ready(mode, time.monotonic() - begun)
         return number
+
+    def _measure(self, deployed: Deployed) -> StepMeasuring:
+        """Measure the steps of a deployment."""
+        key, context = deployed.promise.key, self._context
+        planned = Planned(deployed.deployment, deployed.links, job_options(context), key)
+        measuring = StepMeasuring(context, planned, MeasuringSettings.of(context))
+        measuring.gathered.append(deployed.calibration.take)
+        return measuring
 
     def _tell_ready(self, mode: Mode, seconds: float) -> None:
         logger = log.get("RaNNCModule")
@@ -321,6 +343,11 @@ class Session:
     def promise(self) -> MemoryPromise | None:
         """Memory that the plan promised; None before the first call."""
         return self._deployed.promise if self._deployed is not None else None
+
+    @property
+    def measuring(self) -> StepMeasuring | None:
+        """What measures the steps of the deployment; None before the first call."""
+        return self._measuring
 
     @property
     def coupled(self) -> bool:
@@ -417,5 +444,8 @@ class Session:
         """Drop the deployment."""
         deployed, self._deployed = self._deployed, None
         self._graphs.clear()
+        if self._measuring is not None:
+            self._measuring.close()
+            self._measuring = None
         if deployed is not None:
             deployed.close()

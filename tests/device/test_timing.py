@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,13 +18,13 @@ from rannd.device.timing import (
     LEAST_AHEAD_US,
     REPEATS,
     WARM_US,
+    HostClock,
     HostTime,
     Sample,
     Span,
     Stamp,
     Timer,
     host_sample,
-    host_time,
 )
 
 PIECE_US = 100.0
@@ -196,8 +198,7 @@ def test_one_disturbed_repeat_does_not_count() -> None:
 
 def test_on_the_cpu_each_run_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr(timing, "host_time", lambda threads: HostTime(0.0, next(clock) ** 2, 0, 0))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(HostClock, "read", lambda self: HostTime(next(clock) ** 2, 0.0, 0))
 
     def action(stamp: Stamp) -> None:
         for _ in range(4):
@@ -207,42 +208,52 @@ def test_on_the_cpu_each_run_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == [[Sample(1.0), Sample(5**2 - 4**2), Sample(9**2 - 8**2)], [Sample(5.0), Sample(13.0), Sample(21.0)]]
 
 
-def test_what_one_thread_takes_by_itself_is_the_time_of_its_processor() -> None:
-    def sample(wall: float, cpu: float, preempted: int = 0, waited: int = 0, *, threads: int) -> Sample:
-        first = HostTime(1000.0, 500.0, 3, 7)
-        last = HostTime(1000.0 + wall, 500.0 + cpu, 3 + preempted, 7 + waited)
-        return host_sample(first, last, threads=threads)
+def test_what_a_thread_waited_for_a_processor_is_not_counted() -> None:
+    def sample(wall: float, delayed: float, preempted: int = 0, *, disturbs: bool) -> Sample:
+        first = HostTime(1000.0, 500.0, 3)
+        return host_sample(first, HostTime(1000.0 + wall, 500.0 + delayed, 3 + preempted), disturbs=disturbs)
 
-    assert sample(300, 100, preempted=2, threads=1) == Sample(100)
-    assert sample(300, 100, waited=1, threads=1) == Sample(300), "it waits for something, which takes its time"
-    assert sample(300, 100, preempted=1, waited=1, threads=1) == Sample(300, disturbed=True)
-    assert sample(300, 100, waited=9, threads=2) == Sample(300), "threads wait for each other"
-    assert sample(300, 100, preempted=1, threads=2) == Sample(300, disturbed=True)
+    assert sample(300, 200, 2, disturbs=False) == Sample(100)
+    assert sample(300, 0, 0, disturbs=True) == Sample(300)
+    assert sample(300, 0, 1, disturbs=True) == Sample(300, disturbed=True), "other threads may have waited, too"
 
 
 def test_a_processor_that_others_take_away_is_not_counted() -> None:
-    """For real: a thread that computes in turns with busy processes on its only core."""
+    """For real: a thread that computes and sleeps, in turns with busy processes on its only core."""
     cores = os.sched_getaffinity(0)
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     core = {min(cores)}
+    clock = HostClock()
+    assert clock.tells_delays
     try:
         os.sched_setaffinity(0, core)
         for other in others:
             os.sched_setaffinity(other.pid, core)
-        first = host_time(threads=1)
-        until = first.cpu_us + 300_000
-        while host_time(threads=1).cpu_us < until:
+        first, begin = clock.read(), time.thread_time()
+        while time.thread_time() < begin + 0.3:
             sum(range(1000))
-        last = host_time(threads=1)
+        time.sleep(0.2)
+        last = clock.read()
     finally:
         os.sched_setaffinity(0, cores)
         for other in others:
             other.kill()
             other.wait()
     assert last.preempted > first.preempted
-    assert last.wall_us - first.wall_us > 1.3 * 300_000
-    if last.waited == first.waited:
-        assert host_sample(first, last, threads=1).us < 1.1 * 300_000
+    assert last.wall_us - first.wall_us > 700_000
+    assert 490_000 < host_sample(first, last, disturbs=False).us < 600_000
+
+
+def test_threads_and_forks_have_their_own_clocks() -> None:
+    clock = HostClock()
+    before = clock.delayed_us()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(clock.delayed_us).result() >= 0
+    assert clock.delayed_us() >= before
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if clock.tells_delays and clock.delayed_us() < 1e6 else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_twice_the_cache_of_a_device_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class Key(msgspec.Struct, frozen=True):
 
     kind: str
     """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``, ``compiled``,
-    ``learned``."""
+    ``measured``, ``learned``."""
     digest: str
     """40 hex digits."""
     components: dict[str, str]
@@ -180,6 +180,11 @@ def limit_key(deployment: Key) -> Key:
     return make_key("limit", {"deployment": deployment.digest})
 
 
+def measured_key(deployment: str) -> Key:
+    """Return the key of what steps of a plan took; `deployment`: digest of the plan's key."""
+    return make_key("measured", {"deployment": deployment})
+
+
 def trace_key(components: Mapping[str, Component]) -> Key:
     """Return the key of a traced graph: the fingerprint of the model and its inputs before tracing."""
     return make_key("trace", components)
@@ -275,6 +280,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "trace": (("model", "of", 48), ("call", "for", 72)),
     "learned": (("graph", "graph", 8), ("device_model", "on", 32), ("backend", "over", 8)),
     "limit": (("deployment", "after out of memory in", 12),),
+    "measured": (("deployment", "steps of", 12),),
     "hooks": (("version.torch", "of torch", 24),),
     "compiled": (
         ("block", "block", 8),

@@ -18,14 +18,15 @@ import rich.table
 from rannd.daemon.cli_common import Commands, duration_text, print_json, size_text
 from rannd.daemon.client.requests import DaemonSession
 from rannd.daemon.common.compression import PackedValue
-from rannd.daemon.common.keys import summary
+from rannd.daemon.common.keys import measured_key, summary
 from rannd.daemon.common.printable import plain
 from rannd.daemon.common.protocol import EntryInfo, KindCount
 from rannd.daemon.common.versions import version
 from rannd.errors import DeploymentError, ProtocolError
 from rannd.plan.deployment import Deployment, decode
+from rannd.plan.measured_step import MeasuredStep, decode_measured
 from rannd.plan.plan_text import show as plan_text
-from rannd.plan.plan_text import title
+from rannd.plan.plan_text import show_measured, title
 from rannd.runner.cache.entries import (
     checked_kind,
     date,
@@ -84,18 +85,23 @@ def ls(as_json: bool) -> None:
 @click.option("--key", "whole_key", is_flag=True, help="Also the components of the key: all that can change the value.")
 @json_option
 def show(key: str, whole_key: bool, as_json: bool) -> None:
-    """Show the entry whose key starts with KEY; for a deployment, first the plan."""
+    """Show the entry whose key starts with KEY; for a deployment, first the plan, and what its steps took."""
     session = greeted()
     entry = only(session, key)
     plan, problem = _deployment(session, entry)
+    measured, damage = _measured(session, entry, plan)
     if as_json:
         told = {name: getattr(entry, name) for name in entry.__struct_fields__}
-        print_json({**told, "deployment": plan} if entry.kind == "deployment" else told)
+        print_json({**told, "deployment": plan, "measured": measured} if entry.kind == "deployment" else told)
         return
     if problem:
         click.echo(f"The deployment cannot be shown: {problem}\n")
     elif plan is not None:
         click.echo(plan_text(plan) + "\n")
+    if damage:
+        click.echo(f"What its steps took cannot be shown: {damage}\n")
+    elif plan is not None and measured is not None:
+        click.echo(show_measured(plan, measured) + "\n")
     now = time.time()
     click.echo(f"key        {entry.key}")
     click.echo(f"kind       {entry.kind}, format {entry.format}, written by rannd {plain(entry.rannd)}")
@@ -116,6 +122,20 @@ def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | 
         return None, ""
     (value,) = session.values([entry])
     return _read(value)
+
+
+def _measured(session: DaemonSession, entry: EntryInfo, plan: Deployment | None) -> tuple[MeasuredStep | None, str]:
+    """Return what steps of an entry's deployment took, or why that cannot be; (None, '') if it is not known."""
+    found = list(session.entries(measured_key(entry.key).digest)) if plan is not None else []
+    if plan is None or not found:
+        return None, ""
+    (value,) = session.values(found)
+    if value is None:
+        return None, ""
+    try:
+        return decode_measured(value.plain(), plan), ""
+    except (DeploymentError, ProtocolError) as exc:
+        return None, str(exc)
 
 
 def _read(value: PackedValue | None) -> tuple[Deployment | None, str]:

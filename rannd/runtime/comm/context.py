@@ -12,6 +12,8 @@ from rannd.config import Config
 from rannd.runtime.comm.cache_client import Cache
 from rannd.runtime.comm.world import World
 from rannd.runtime.failure.nan_check import Finite
+from rannd.runtime.timeline.recorder import StepRecorder
+from rannd.runtime.timeline.recorders import recorder_for
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Context:
     options: WrapOptions
     finite: Finite
     """NaN checks as configured by `check_nan`."""
+    recorder: StepRecorder
+    """What its steps are recorded with, as configured by `trace_events` and `event_trace_file`."""
 
     @staticmethod
     def of(
@@ -67,6 +71,7 @@ class Context:
             Cache(world, config),
             options if options is not None else WrapOptions(),
             Finite(config.check_nan),
+            recorder_for(world.device, config.trace_events, config.event_trace_file),
         )
 
     @property

@@ -47,6 +47,7 @@ class Phase(enum.IntEnum):
     AVERAGES = 19
     ALL_GATHER = 20
     ELASTIC = 21
+    DUMP_EVENTS = 22
 
 
 _STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.CLIP, Phase.ALLREDUCE_GRADS, Phase.ELASTIC})
@@ -58,6 +59,7 @@ _PLACES = {
     Phase.AVERAGE: "the constructor of AveragedModel",
     Phase.AVERAGES: "state_dict or undeploy of an AveragedModel",
     Phase.ELASTIC: "pyrannc.elastic, between two batches or steps",
+    Phase.DUMP_EVENTS: "pyrannc._dump_events",
     Phase.GET_PARAM: "get_param, or another function that gathers parameters",
 }
 

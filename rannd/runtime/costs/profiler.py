@@ -110,7 +110,9 @@ class Measuring:
         if client is None:
             return LearnedCosts()
         key, ops = self.learned_key(), len(self._graph.task.ops)
-        return understood(client, key, client.get(key), _LEARNED, lambda found: found.is_plausible(ops)) or LearnedCosts()
+        return (
+            understood(client, key, client.get(key), _LEARNED, lambda found: found.is_plausible(ops)) or LearnedCosts()
+        )
 
     def learned_key(self) -> Key:
         """Key of `learned`."""

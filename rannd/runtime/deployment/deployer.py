@@ -16,6 +16,7 @@ from rannd.graph.call.signature import Call
 from rannd.graph.model import ModelGraph
 from rannd.plan.deployment import Deployment
 from rannd.plan.plan_text import show
+from rannd.profile.costs import LinkCost
 from rannd.profile.graph_profile import GraphProfile
 from rannd.ranks import planned
 from rannd.runtime.binding.bound_graph import bind
@@ -37,6 +38,7 @@ from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.placeholder import placeholder_gradient
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.planning.calibration_of_job import Calibration
 from rannd.runtime.planning.deployment_file import save_file
 from rannd.runtime.planning.graph_dumps import dump
 from rannd.runtime.planning.memory_promise import MemoryPromise
@@ -72,6 +74,10 @@ class Deployed:
     """Segments that read each parameter and buffer, numbered through all stages."""
     coupled: bool
     """Whether results of samples depend on others, or on how many there are, in the graph that was planned."""
+    links: tuple[LinkCost, LinkCost | None] | None
+    """Costs of links within a node and between nodes; None: they are not known."""
+    calibration: Calibration
+    """Learns from its steps."""
 
     def begin_call(self, number: int, *, float16: bool) -> None:
         """Prepare a call: take up changes that the script has made to parameters since the last one. Collective."""
@@ -124,7 +130,7 @@ class Deployer:
             rank: tuple(number for number, each in enumerate(deployment.stages) if slot in each.slots)
             for slot, rank in enumerate(world.rank_of_slot)
         }
-        return self._distribute(graph, deployment, promise)
+        return self._distribute(graph, deployment, promise, planner.links(), planner.calibration(deployment))
 
     def profile(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> GraphProfile:
         """Measure the blocks of `graph`, for plans on any number of ranks."""
@@ -135,7 +141,14 @@ class Deployer:
         leaves = [placed(tensor, self._world.device) if tensor.is_meta else tensor for tensor in call.tensors]
         return Planner(self._context, graph, leaves, rows)
 
-    def _distribute(self, graph: ModelGraph, deployment: Deployment, promise: MemoryPromise) -> Deployed:
+    def _distribute(
+        self,
+        graph: ModelGraph,
+        deployment: Deployment,
+        promise: MemoryPromise,
+        links: tuple[LinkCost, LinkCost | None] | None,
+        calibration: Calibration,
+    ) -> Deployed:
         """Distribute parameters, so that each rank holds those of its stage."""
         world, model, optimizer = self._world, self._context.model, self._context.optimizer
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
@@ -170,6 +183,7 @@ class Deployer:
             overflow=overflow if several else None,
             sharded=sharded,
             agrees=deployment.zero >= 2,
+            recorder=self._context.recorder,
         )
         if clip_watch is not None:
             reducer.delivered.append(clip_watch.reduced)
@@ -191,6 +205,8 @@ class Deployer:
             whole,
             segments,
             graph.coupled is not None,
+            links,
+            calibration,
         )
 
     def _held_values(self) -> Callable[[str, torch.Tensor], torch.Tensor]:

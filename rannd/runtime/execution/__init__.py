@@ -3,4 +3,5 @@
 In: a mini-batch. Out: the outputs of the call, attached to the script's autograd graph. Start with `executor.py`,
 which runs a Program: `inputs.py` slices the mini-batch into microbatches, `stage.py` computes one, `p2p.py` sends
 values between stages, `outputs.py` assembles results, `autograd_bridge.py` connects them to `loss.backward()`.
+`step_measuring.py` has the steps' times and timelines, from what `rannd.runtime.timeline` records.
 """

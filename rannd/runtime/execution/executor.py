@@ -41,6 +41,7 @@ from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.scaling import Factor, scaled
+from rannd.runtime.timeline.recorder import Doing
 from rannd.runtime.zero.state_home import StateHome
 
 MOST_SIZES = 64
@@ -87,7 +88,8 @@ class Executor:
         self._slot = bound.slot
         self._last = len(bound.layout.stages)
         self._totals = Totals(world, bound.graph, context.averaged, self._last)
-        self._player = ProgramPlayer(world, bound, self.stages, reducer, self._totals)
+        self._recorder = context.recorder
+        self._player = ProgramPlayer(context, bound, self.stages, reducer, self._totals)
         self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
         self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()
 
@@ -169,6 +171,16 @@ class Executor:
         return torch.full((), step.seed / division, dtype=dtype, device=self.world.device)
 
     def backward(
+        self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, again: bool
+    ) -> list[torch.Tensor | None]:
+        """Run the backward phase, see `_backward`, and record it as a part of the call."""
+        begun = self._recorder.begin_on_host()
+        try:
+            return self._backward(step, gradients, reduce=reduce, again=again)
+        finally:
+            self._recorder.end_on_host(Doing.CALL, begun)
+
+    def _backward(
         self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, again: bool
     ) -> list[torch.Tensor | None]:
         """Run the backward phase from the gradients of this rank's outputs; returns the gradients of its inputs.

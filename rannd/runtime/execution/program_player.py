@@ -12,12 +12,13 @@ from torch.fx import Node
 from rannd.plan.schedule.instructions import Instruction
 from rannd.plan.schedule.program import SENDS, TRANSFERS, Action, ActionKind
 from rannd.runtime.binding.bound_graph import BoundGraph
-from rannd.runtime.comm.world import World
+from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.reducer import Reducer
+from rannd.runtime.timeline.recorder import Doing
 
 ACTS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT})
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
@@ -27,9 +28,10 @@ class ProgramPlayer:
     """Plays the instructions of one bound graph's steps; `stages`: this rank's, by number."""
 
     def __init__(
-        self, world: World, bound: BoundGraph, stages: Mapping[int, Computing], reducer: Reducer, totals: Totals
+        self, context: Context, bound: BoundGraph, stages: Mapping[int, Computing], reducer: Reducer, totals: Totals
     ) -> None:
-        self._world = world
+        self._world = world = context.world
+        self._recorder = context.recorder
         self._bound = bound
         self._stages = stages
         self._reducer = reducer
@@ -73,14 +75,16 @@ class ProgramPlayer:
         totals = totals and not self._world.reads.late
         if totals and last_forward is None:
             self._totals.begin(step)
-        where = self._world.watch.where
+        where, recorder = self._world.watch.where, self._recorder
         for instruction in listed:
             for action in instruction.posts:
                 exchange = backward if action.kind in _GRADS else forward
                 exchange.post(action, self._parcel(step, action, live))
             for action in instruction.awaits:
                 where.stage, where.piece, where.action = self._stage_at(action), action.piece, action
+                begun = recorder.begin()
                 self._receive(step, backward if action.kind in _GRADS else forward, action)
+                recorder.end(Doing.RECEIVE, action.src, action.dst, action, begun)
             for action in instruction.settles:
                 (backward if action.kind in _GRADS else forward).settle(action)
             if instruction.action is None:
@@ -90,14 +94,18 @@ class ProgramPlayer:
             stage = where.stage = self._stage_at(action)
             where.action = action
             if action.kind in TRANSFERS:
+                begun = recorder.begin()
                 self._send(step, backward if action.kind in _GRADS else forward, action, live)
+                recorder.end(Doing.SEND, action.src, action.dst, action, begun)
                 continue
             self._world.transport.before_computation()
             computing = self._stages[stage]
             if not step.pieces.rows[piece]:
                 computing.stand_by(action.kind)
             elif action.kind is ActionKind.FORWARD:
+                begun = recorder.begin()
                 computing.forward(step, piece, live)
+                recorder.end(Doing.FORWARD, stage, stage, action, begun)
                 self._totals.take(step, piece)
                 if not self._bound.graph.signature.mode.grad:
                     self._give_back(step, piece, stage)
@@ -106,13 +114,17 @@ class ProgramPlayer:
                 if last and not armed:
                     self._reducer.arm(early=early, readers=[each.arrivals for each in self._stages.values()])
                     armed = True
+                begun = recorder.begin()
                 self._backward(
                     step, action, computing, live, last=last, halves=last_of[stage].kind is ActionKind.WEIGHT
                 )
+                recorder.end(Doing.WEIGHT if _is_half(action) else Doing.BACKWARD, stage, stage, action, begun)
             if totals and action is last_forward:
                 self._totals.begin(step)
+        begun = recorder.begin()
         forward.finish()
         backward.finish()
+        recorder.end(Doing.SETTLE, -1, -1, None, begun)
         for computing in self._stages.values():
             computing.rest()
         where.stage, where.piece, where.action = self._home, None, None

@@ -31,6 +31,7 @@ from rannd.runtime.gradients.gradient_buckets import GradientBucket, make_bucket
 from rannd.runtime.gradients.scaling import Factor, scale_
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients, Sums, flattened
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.timeline.recorder import OFF, Doing, Mark, StepRecorder
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Reducer:
         overflow: Propagates infinite or NaN gradients before delivery, in a deployment with several stages.
         sharded: Gradients that the replicas of this rank's stage share (ZeRO 2 and 3).
         agrees: Ranks exchange which gradients there are: on all ranks, if some have `sharded` ones.
+        recorder: Records when gradients are reduced, and how long that is waited for.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Reducer:
         overflow: Overflow | None = None,
         sharded: ShardedGradients | None = None,
         agrees: bool = False,
+        recorder: StepRecorder = OFF,
     ) -> None:
         self._world = world
         self._parameters = parameters
@@ -78,6 +81,9 @@ class Reducer:
         self._division = divisor
         """Divisor that the running backward's gradients still have to be divided by."""
         self._overlap = overlap
+        self._recorder = recorder
+        self._begun: Mark = None
+        """When the first reduction of this backward began."""
         self._buckets, groups = make_buckets(world, parameters, consolidate, sharded or ())
         for slots in groups:  # on every rank in the same order
             world.group_of(slots)
@@ -189,6 +195,7 @@ class Reducer:
             bucket.active = [name for name in bucket.names if self._parameters.tensors[name].requires_grad]
             bucket.waiting = sum(max(stages[name], 1) for name in bucket.active)
         self._started = 0
+        self._begun = None
         self._armed = True
         self._early = early
 
@@ -226,6 +233,7 @@ class Reducer:
         if not self._armed:
             self.arm()
         self._armed = False
+        waits = self._recorder.begin()
         for bucket in self._buckets[self._started :]:
             self._start(bucket)
         sums = Sums({}, frozenset()) if self.sharded is None else self.sharded.take()
@@ -236,12 +244,18 @@ class Reducer:
         pieces = {name: piece for name, piece in sums.pieces.items() if name in present}
         if self._division != 1 and pieces:
             torch._foreach_div_(list(pieces.values()), self._division)
+        self._recorder.end(Doing.DRAIN, -1, -1, None, waits)
+        if self._begun is not None:
+            self._recorder.end(Doing.REDUCE, -1, -1, None, self._begun)
+            self._begun = None
         return reduced | pieces
 
     def _start(self, bucket: GradientBucket) -> None:
         group = self._world.group_of(bucket.slots)
         if group is None or not bucket.active:
             return
+        if self._begun is None:
+            self._begun = self._recorder.begin()
         aliases = [self._parameters.aliases[name] for name in bucket.active]
         bucket.present = [alias.grad is not None for alias in aliases]
         sizes = [len(aliases), *(alias.numel() for alias in aliases)]

@@ -1,6 +1,6 @@
 """What a job learns from its own measured steps, for plans of later ones.
 
-Rank 0 compares what stages took with what their parts took alone, and keeps both (`rannd/runtime/costs/learned_costs.py`).
+Rank 0 compares what stages took with what their parts took alone, and keeps it (rannd/runtime/costs/learned_costs.py).
 Then one of three things happens::
 
     steps explain the costs           another plan would be 5 % faster      it takes the plan's place, for the next run
@@ -11,6 +11,7 @@ Then one of three things happens::
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 
 import msgspec
 
@@ -19,16 +20,16 @@ from rannd.daemon.client.cache import Client
 from rannd.daemon.common.keys import Key, profile_key
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.calibration import Correction, StageWork, fitted
-from rannd.plan.deployment import Deployment
-from rannd.plan.measured_step import MeasuredStep, RankTimes, StageTimes
+from rannd.plan.deployment import Deployment, StageEstimate
+from rannd.plan.measured_step import MeasuredStep
 from rannd.plan.simulate.layout import piece_rows
 from rannd.profile.points import Measured
 from rannd.profile.samples import UNCERTAIN
 from rannd.runtime.comm.cache_client import Cache
 from rannd.runtime.comm.world import World
 from rannd.runtime.costs.known_costs import MeasuredParts
-from rannd.runtime.costs.learned_costs import LearnedCosts, StageTook
-from rannd.runtime.planning.plan_ahead import Better, Request, look_up, start
+from rannd.runtime.costs.learned_costs import StageTook
+from rannd.runtime.planning.plan_ahead import FASTER, Better, Request, look_up, start
 
 DOUBTFUL = 0.15
 """How far a stage's time may be from what follows from its parts, relative; beyond it they were measured wrongly."""
@@ -44,33 +45,34 @@ class Calibration:
     Args:
         world: The ranks.
         cache: Where what was learned is kept.
+        deployment: Of these steps.
         request: What rank 0 knows for planning again, with the deployment as `instead`; None: nothing is learned.
         key: Of what is learned.
     """
 
-    def __init__(self, world: World, cache: Cache, request: Request | None, key: Key) -> None:
-        self._world, self._cache, self._request, self._key = world, cache, request, key
+    def __init__(self, world: World, cache: Cache, deployment: Deployment, request: Request | None, key: Key) -> None:
+        self._world, self._cache, self._deployment, self._request, self._key = world, cache, deployment, request, key
 
     def take(self, measured: MeasuredStep) -> None:
         """Take the times of all ranks. Collective, as rank 0 shares what it stores with other nodes."""
+        if self._world.rank == 0 and self._deployment.step_us:
+            log.get("RaNNCModule").info("%s", comparison(self._deployment, measured))
+        if self._cache.off:
+            return
         with self._cache.connected():
             client = self._cache.client
-            if self._request is None or client is None:
-                return
-            (own,) = self._request.wanted
-            assert own.instead is not None
-            self._tell(own.instead, measured)
-            if tells_little(own.instead):
+            if self._request is None or client is None or tells_little(self._deployment):
                 return
             try:
-                self._learn(self._request, own.instead, measured, client)
+                self._learn(self._request, self._deployment, measured, client)
             except KeyError:  # a part that nobody has measured: the plan was made elsewhere
                 log.get("RaNNCModule").debug("Nothing was learned from the steps: costs of some parts are not known")
 
     def _learn(self, request: Request, deployment: Deployment, measured: MeasuredStep, client: Client) -> None:
         grains = parts_of(request.task, compiled=request.compiled)
         parts = MeasuredParts(request.task, grains.atoms if request.by_atoms else grains.grains, request.toolchain)
-        took = stages_took(request, deployment, measured)
+        by_number = stages_took(request, deployment, measured)
+        took = list(by_number.values())
         profile = dict(request.profile)
         look_up(request, client, profile, parts.wanted([stage.ops for stage in took]))
         works = [
@@ -90,7 +92,7 @@ class Calibration:
         client.put(self._key, msgspec.msgpack.encode(learned))
         if doubts:
             self._distrust(request, parts, profile, wrong, client)
-        else:
+        elif is_off(deployment, by_number):
             start(msgspec.structs.replace(request, learned=learned, profile=profile), _tell_better)
 
     def _distrust(
@@ -122,55 +124,59 @@ class Calibration:
             len(doubted),
         )
 
-    def _tell(self, deployment: Deployment, measured: MeasuredStep) -> None:
-        """Log what was predicted and measured, and what explains the difference."""
-        if not deployment.step_us:
-            return
-        slowest = max(measured.ranks, key=lambda rank: rank.step_us)
-        planned_us = planned_computing_us(deployment, slowest.slot)
-        computing = slowest.computing_us - planned_us
-        whole = measured.step_us - deployment.step_us
-        log.get("RaNNCModule").info(
-            "Steps take %.1f ms, predicted were %.1f ms (%+.1f %%): computing %+.1f ms, the runtime itself %+.1f ms, "
-            "waiting and transfers %+.1f ms",
-            measured.step_us / 1e3,
-            deployment.step_us / 1e3,
-            100 * whole / deployment.step_us,
-            computing / 1e3,
-            slowest.rest_us / 1e3,
-            (whole - computing - slowest.rest_us) / 1e3,
-        )
+
+def comparison(deployment: Deployment, measured: MeasuredStep) -> str:
+    """Say what was predicted and measured, and what explains the difference: times of the slowest rank."""
+    slowest = max(measured.ranks, key=lambda rank: rank.step_us)
+    whole = measured.step_us - deployment.step_us
+    computing = slowest.computing_us - planned_computing_us(deployment, slowest.slot)
+    return (
+        f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {deployment.step_us / 1e3:.1f} ms "
+        f"({100 * whole / deployment.step_us:+.1f} %): computing {computing / 1e3:+.1f} ms, the runtime itself "
+        f"{slowest.rest_us / 1e3:+.1f} ms, waiting and transfers {(whole - computing - slowest.rest_us) / 1e3:+.1f} ms"
+    )
 
 
 def planned_computing_us(deployment: Deployment, slot: int) -> float:
     """Return the planned time of a slot's forwards and backwards in a step."""
-    return sum(
-        stage.estimate.forward_us + stage.estimate.backward_us for stage in deployment.stages if slot in stage.slots
-    )
+    return sum(_planned_us(stage.estimate) for stage in deployment.stages if slot in stage.slots)
 
 
 def tells_little(deployment: Deployment) -> bool:
     """Whether times of stages contain others than those of their parts: copies, gathers, repeated forwards."""
-    return (
-        deployment.zero >= 2
-        or any(deployment.offloads)
-        or all(any(stage.segments) for stage in deployment.stages)
-    )
+    return deployment.zero >= 2 or any(deployment.offloads) or all(any(stage.segments) for stage in deployment.stages)
 
 
-def stages_took(request: Request, deployment: Deployment, measured: MeasuredStep) -> list[StageTook]:
-    """Return what the stages of a deployment took that repeat nothing."""
+def stages_took(request: Request, deployment: Deployment, measured: MeasuredStep) -> dict[int, StageTook]:
+    """Return what the stages of a deployment took that repeat nothing, by number."""
     numbers = {op.name: number for number, op in enumerate(request.task.ops)}
     rows = piece_rows(deployment.batch_rows, len(deployment.slots), deployment.microbatches)
-    found = []
+    found = {}
     for number, stage in enumerate(deployment.stages):
         times = list(measured.of_stage(number))
         if any(stage.segments) or not times:
             continue
         forward = statistics.median(each.forward.quartile_us for each in times)
         backward = statistics.median(each.backward.quartile_us + each.weight.quartile_us for each in times)
-        found.append(StageTook(tuple(numbers[name] for name in stage.ops), rows, forward, backward))
+        found[number] = StageTook(tuple(numbers[name] for name in stage.ops), rows, forward, backward)
     return found
+
+
+def is_off(deployment: Deployment, took: Mapping[int, StageTook]) -> bool:
+    """Whether a stage took something else than planned, so that another plan may be the fastest.
+
+    `took`: by number of the stage.
+    """
+    planned = {number: deployment.stages[number].estimate for number in took}
+    return any(
+        abs((each.forward_us + each.backward_us) * planned[number].pieces - _planned_us(planned[number]))
+        > FASTER * _planned_us(planned[number])
+        for number, each in took.items()
+    )
+
+
+def _planned_us(estimate: StageEstimate) -> float:
+    return estimate.forward_us + estimate.backward_us
 
 
 def is_doubtful(work: StageWork, correction: Correction) -> bool:

@@ -10,7 +10,7 @@ import functools
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,16 +52,17 @@ from rannd.ranks import rank_notes
 from rannd.runtime.binding.planned_cut import check_planned_cut, planned_stages
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
+from rannd.runtime.costs.learned_costs import LearnedCosts
+from rannd.runtime.costs.profile_file import ProfileFile
+from rannd.runtime.costs.profiler import Measuring, Platform
+from rannd.runtime.planning.calibration_of_job import Calibration
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.job_options import job_options
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
-from rannd.runtime.planning.calibration_of_job import Calibration
 from rannd.runtime.planning.plan_ahead import Request, Wanted, next_slots
 from rannd.runtime.planning.plan_ahead import start as start_planning
-from rannd.runtime.costs.profile_file import ProfileFile
-from rannd.runtime.costs.profiler import Measuring, Platform
 from rannd.runtime.planning.tensor_memory import memory_for_tensors
 from rannd.sources import PLANNING, digest_of
 from rannd.units import amount
@@ -180,8 +181,8 @@ class Planner:
         if self._world.rank:
             return
         ahead = next_slots(self._world.slots)
-        wanted = [Wanted(self._key(each, self._usable_of(each)), each, self._usable_of(each)) for each in ahead]
-        start_planning(self._request(links, self._measuring.learned(), wanted))
+        sets = [Wanted(self._key(each, self._usable_of(each)), each, self._usable_of(each)) for each in ahead]
+        start_planning(self._request(links, self._measuring.learned(), sets))
 
     def _request(
         self, links: tuple[LinkCost, LinkCost | None], learned: LearnedCosts, wanted: Iterable[Wanted]
@@ -218,13 +219,18 @@ class Planner:
         if self._world.rank == 0 and self._used is not None and self._config.cache == "on" and links is not None:
             own = Wanted(self._used, self._world.slots, self.usable_memory, deployment)
             request = self._request(links, self._measuring.learned(), [own])
-        return Calibration(self._world, self._context.cache, request, self._measuring.learned_key())
+        return Calibration(self._world, self._context.cache, deployment, request, self._measuring.learned_key())
 
     def _usable_of(self, slots: Sequence[Slot]) -> int:
         """Bytes that a plan may use of each of these devices, which are like this job's."""
         if self._world.nodes == 1 and not is_accelerator(self._world.device):
             return self._usable(device_memory(self._world.device, len(slots)))
         return self.usable_memory
+
+    def links(self) -> tuple[LinkCost, LinkCost | None] | None:
+        """Costs of links within a node and between nodes, if a timeline is to be predicted with them. Collective."""
+        wanted = self._world.broadcast_bytes(bytes([bool(self._config.event_trace_file)]))[0]
+        return self._measuring.measured_links() if wanted else None
 
     def profile(self) -> GraphProfile:
         """Measure the blocks of plans for any number of devices, unless already known. Collective."""

@@ -17,6 +17,7 @@ from rannd import log
 from rannd.errors import UsageError
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import current
+from rannd.runtime.execution.step_measuring import dump_latest
 
 _NO_APEX = (
     "Apex is not supported. In place of its O1 run the model under torch.autocast, with a torch.amp.GradScaler for "
@@ -75,11 +76,8 @@ def recreate_all_communicators() -> None:
 
 
 def dump_events() -> None:
-    """No-op with a log line, as RaNNC's without `trace_events`, which this version does not implement."""
-    _ready()
-    log.get("RaNNCProcess").warning(
-        "_dump_events has no effect: this version records no events; torch.profiler records what a rank does"
-    )
+    """Write the timeline of the latest step to `event_trace_file`. Collective; a log line where nothing is recorded."""
+    dump_latest(current(_ready()))
 
 
 def all_gather(ten: torch.Tensor, buf: torch.Tensor) -> None:

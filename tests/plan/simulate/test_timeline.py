@@ -10,7 +10,7 @@ from plan_costs import virtual
 from rannd.plan.schedule.program import Layout
 from rannd.plan.schedule.schedules import planned_program
 from rannd.plan.simulate.simulator import simulate
-from rannd.plan.simulate.timeline import COMPUTE, RECEIVE, Event, chrome_trace
+from rannd.plan.simulate.timeline import COMPUTE, RECEIVE, Event, chrome_trace, chrome_traces
 
 LAYOUT = Layout(3, 2, ((0,), (1, 2)), ((-1, 0), (0, 1)), ((0, 1),))
 
@@ -21,9 +21,29 @@ def test_one_event() -> None:
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "predicted node 0"}},
         {"ph": "M", "name": "process_name", "pid": 4, "tid": 0, "args": {"name": "predicted node 4"}},
         {"ph": "M", "name": "thread_name", "pid": 4, "tid": 0, "args": {"name": "slot 1 compute"}},
-        {"ph": "M", "name": "thread_sort_index", "pid": 4, "tid": 0, "args": {"sort_index": 3000}},
+        {"ph": "M", "name": "thread_sort_index", "pid": 4, "tid": 0, "args": {"sort_index": 5000}},
         {"ph": "X", "name": "F3", "cat": "compute", "pid": 4, "tid": 0, "ts": 5.0, "dur": 2.5},
     ]
+
+
+def test_timelines_of_one_time_axis_have_processes_of_their_own() -> None:
+    measured, predicted = Event(1, COMPUTE, 5.0, 2.5, "F3"), Event(1, COMPUTE, 6.0, 2.0, "F3")
+    trace = json.loads(chrome_traces({"measured": [measured], "predicted": [predicted]}, (0, 4)))["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in trace if each["name"] == "process_name"}
+    assert names == {0: "measured node 0", 4: "measured node 4", 5: "predicted node 0", 9: "predicted node 4"}
+    found = [each for each in trace if each["ph"] == "X"]
+    assert [(names[each["pid"]], each["ts"], each["dur"]) for each in found] == [
+        ("measured node 4", 5.0, 2.5),
+        ("predicted node 4", 6.0, 2.0),
+    ]
+    assert len({each["tid"] for each in found}) == 2
+
+
+def test_measured_events_that_touch_share_a_thread() -> None:
+    """Times of a clock in nanoseconds, divided."""
+    events = [Event(0, COMPUTE, at / 1e3, 100 / 1e3, "F0") for at in range(0, 100_000, 100)]
+    trace = json.loads(chrome_trace(events, (0,)))["traceEvents"]
+    assert len({each["tid"] for each in trace if each["ph"] == "X"}) == 1
 
 
 def test_messages_that_overlap_have_threads_of_their_own() -> None:

@@ -16,11 +16,19 @@ from plan_graphs import chain
 from plan_instances import deploy
 
 from rannd.daemon.cli import main as rannd
-from rannd.daemon.common.keys import digest_of
+from rannd.daemon.common.keys import digest_of, measured_key
 from rannd.daemon.common.paths import places
 from rannd.daemon.common.protocol import COMPRESSED, NewEntry
 from rannd.plan.deployment import Deployment, encode
-from rannd.plan.plan_text import show
+from rannd.plan.measured_step import (
+    MEASURED_FORMAT,
+    MeasuredStep,
+    RankTimes,
+    StageTimes,
+    Typical,
+    encode_measured,
+)
+from rannd.plan.plan_text import show, show_measured
 from rannd.runner.cache.cache_command import main as rannc_cache
 from rannd.runner.cache.entries import greeted
 
@@ -119,6 +127,31 @@ def test_show_of_a_deployment_begins_with_its_plan(daemon_home) -> None:
     assert "cannot be shown" not in cache("show", PROFILES[0].digest).stdout
 
 
+def test_show_of_a_deployment_that_ran_has_what_its_steps_took(daemon_home) -> None:
+    """Beside the plan; an entry that cannot be of it is told, and the plan is shown all the same."""
+    plan = deploy(chain(10), 2, partition_num=2)
+    ranks = tuple(
+        RankTimes(slot, 20, (StageTimes(slot, 2, Typical(9.0), Typical(8.0)),), (), 100.0, 1.0, 0, 0, 0, 0, 0)
+        for slot in range(2)
+    )
+    measured = MeasuredStep(MEASURED_FORMAT, ranks)
+    key = measured_key(DEPLOYMENT.digest)
+    with client() as job:
+        assert job.put(DEPLOYMENT, encode(plan))
+        assert job.put(key, encode_measured(measured))
+    told = cache("show", DEPLOYMENT.short).stdout
+    assert told.startswith(f"{show(plan)}\n\n{show_measured(plan, measured)}\n\nkey        {DEPLOYMENT.digest}\n")
+    entry = json.loads(cache("show", DEPLOYMENT.short, "--json").stdout)
+    assert msgspec.convert(entry["measured"], MeasuredStep) == measured
+    assert f"steps of {DEPLOYMENT.short}" in cache("ls").stdout
+    with client() as job:
+        assert job.put(key, encode_measured(msgspec.structs.replace(measured, ranks=ranks[:1])))
+    told = cache("show", DEPLOYMENT.short).stdout
+    assert told.startswith(show(plan))
+    assert "What its steps took cannot be shown: not the measured times of this deployment: 1 ranks, of 2" in told
+    assert json.loads(cache("show", DEPLOYMENT.short, "--json").stdout)["measured"] is None
+
+
 def test_show_of_a_deployment_that_cannot_be_read_says_why(filled) -> None:
     told = cache("show", DEPLOYMENT.short)
     assert told.returncode == 0
@@ -153,7 +186,7 @@ def test_clear_by_kind_and_age(filled) -> None:
     assert cache("clear", "--kind", "links").stdout == "removed 0 entries, 0 B\n"
     wrong = cache("clear", "--kind", "trac")
     assert wrong.returncode == 2
-    kinds = "compiled, deployment, hooks, limit, links, profile, trace"
+    kinds = "compiled, deployment, hooks, limit, links, measured, profile, trace"
     assert f"--kind 'trac': there is no such kind of entry; kinds are {kinds}" in wrong.stderr
     removed = json.loads(cache("clear", "--kind", "deployment", "--json").stdout)
     assert [entry["key"] for entry in removed] == [DEPLOYMENT.digest]

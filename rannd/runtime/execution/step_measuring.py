@@ -1,0 +1,218 @@
+"""Measures the steps of a deployment: times of all ranks after some steps, stored beside the plan, and timelines.
+
+Ranks record for themselves (rannd/runtime/timeline). They gather what they have where they have just agreed on the
+next call, which all of them count alike; such a call is not measured::
+
+    call     0     1 .. 20            21                    22 ..
+             -     recorded, each     times are gathered
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rannd import log
+from rannd.daemon.common.keys import Key, measured_key
+from rannd.errors import UsageError
+from rannd.plain_file import PlainFile
+from rannd.plan.deployment import Deployment
+from rannd.plan.measured_step import MEASURED_FORMAT, MeasuredStep, RankTimes, encode_measured
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.simulate.layout import step_costs
+from rannd.plan.simulate.simulator import simulate
+from rannd.plan.simulate.timeline import Event, chrome_traces
+from rannd.profile.costs import LinkCost
+from rannd.runtime.binding.bound_graph import BoundGraph
+from rannd.runtime.comm.context import Context
+from rannd.runtime.comm.lockstep import Phase, meet
+from rannd.runtime.comm.world import World
+from rannd.runtime.timeline.joined_timeline import RankSteps, join, rank_events
+from rannd.runtime.timeline.recorder import StepRecorder
+from rannd.runtime.timeline.step_times import rank_times
+
+TRACED = 10
+"""Number of the step, of those as they were planned, whose timeline is written."""
+
+_FILE = PlainFile("timeline", "event_trace_file", UsageError, 1 << 40)
+_RANK = msgspec.msgpack.Decoder(RankTimes)
+_STEPS = msgspec.msgpack.Decoder(RankSteps)
+
+
+@dataclass(frozen=True)
+class MeasuringSettings:
+    """What is done with what ranks record; rank 0's configuration, as hosts can have other files."""
+
+    after: int
+    """Steps after which times are gathered; 0: never."""
+    file: str
+    """Where the timeline is written; '': nowhere."""
+
+    @staticmethod
+    def of(context: Context) -> MeasuringSettings:
+        """Return the same settings on all ranks. Collective."""
+        config = context.config
+        here = (config.calibrate_after if context.recorder.on else 0, config.event_trace_file)
+        told = context.world.broadcast_bytes(msgspec.msgpack.encode(here))
+        return MeasuringSettings(*msgspec.msgpack.decode(told, type=tuple[int, str]))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a step is compared with."""
+
+    deployment: Deployment
+    links: tuple[LinkCost, LinkCost | None] | None
+    """Within a node and between nodes; None: not known, so no step can be simulated."""
+    options: PlanOptions
+    key: Key | None
+    """Of the deployment; None: it is from a file, so nothing is stored."""
+
+
+class StepMeasuring:
+    """Measures the steps of one deployment. Methods are collective but for `close`."""
+
+    def __init__(self, context: Context, planned: Planned, settings: MeasuringSettings) -> None:
+        """`settings`: the same on all ranks."""
+        self._world, self._recorder, self._cache = context.world, context.recorder, context.cache
+        self._planned, self._settings = planned, settings
+        self._counted = 0
+        """Steps as they were planned, begun since the deployment."""
+        self._bound: weakref.ref[BoundGraph] | None = None
+        """The planned graph."""
+        self._inside = False
+        """Whether backward runs inside of its calls."""
+        self._written = not settings.file
+        self.measured: MeasuredStep | None = None
+        """Times of all ranks, on all ranks, once they are gathered."""
+        self.gathered: list[Callable[[MeasuredStep], None]] = []
+        """Called on all ranks when they are."""
+        global _latest
+        _latest = self
+
+    def close(self) -> None:
+        """Forget the deployment."""
+        global _latest
+        if _latest is self:
+            _latest = None
+
+    def begin(self, bound: BoundGraph, rows: int, *, inside: bool) -> None:
+        """Called when all ranks have agreed on a call: gathers what is due, or counts the call.
+
+        Args:
+            bound: Its graph, on all ranks the same.
+            rows: Rows of all ranks together.
+            inside: Whether its backward runs inside of it.
+        """
+        deployment, mode = self._planned.deployment, bound.graph.signature.mode
+        if not bound.stages[0].planned_rows or rows != deployment.batch_rows or not mode.grad or not mode.training:
+            return
+        self._bound, self._inside = weakref.ref(bound), inside
+        self._counted += 1
+        done = self._counted - 2  # without the first step, which compiles and allocates, and this one
+        if not self._written and done >= TRACED:
+            self._written = True
+            self._write(Path(self._settings.file))
+        elif self.measured is None and self._settings.after and done >= self._settings.after:
+            self.measured = self._gather()
+            self._store(self.measured)
+            for call in self.gathered:
+                call(self.measured)
+        elif self._counted > 1:
+            self._recorder.count_step()
+
+    def _gather(self) -> MeasuredStep:
+        """Gather the times of all ranks."""
+        deployment, slot = self._planned.deployment, self._world.slot
+        stages = [number for number, stage in enumerate(deployment.stages) if slot in stage.slots]
+        mine = rank_times(self._recorder.rows(), slot, stages)
+        told = [_RANK.decode(data) for data in self._world.gather_bytes(msgspec.msgpack.encode(mine))]
+        return MeasuredStep(MEASURED_FORMAT, tuple(sorted(told, key=lambda rank: rank.slot)))
+
+    def _store(self, measured: MeasuredStep) -> None:
+        key = self._planned.key
+        if key is None or self._cache.off:
+            return
+        with self._cache.connected():
+            if self._cache.client is not None:
+                self._cache.client.put(measured_key(key.digest), encode_measured(measured))
+
+    def dump(self) -> None:
+        """Write the timeline of the latest step that was as planned."""
+        if not self._settings.file:
+            if self._world.rank == 0:
+                log.get("RaNNCProcess").warning(
+                    "_dump_events has no effect: set event_trace_file (RANNC_EVENT_TRACE_FILE) to the file to write"
+                )
+            return
+        self._written = True
+        self._write(Path(self._settings.file))
+
+    def _write(self, file: Path) -> None:
+        """Write the timeline of the latest step, measured and predicted, on rank 0."""
+        recorder, world = self._recorder, self._world
+        recorder.settle()
+        told = [_STEPS.decode(data) for data in world.gather_bytes(msgspec.msgpack.encode(self._latest_step(recorder)))]
+        if world.rank:
+            return
+        logger = log.get("RaNNCModule")
+        lacking = [rank for rank, each in enumerate(told) if not each.events or each.number != told[0].number]
+        if lacking:
+            logger.warning(
+                "No timeline is written to %s: ranks %s have not recorded a whole step, the same as rank 0; what is "
+                "recorded are calls of the training, after the first one, with as many rows as were planned for",
+                file,
+                lacking,
+            )
+            return
+        measured, came_us = join(told)
+        nodes = [slot.node for slot in world.slots]
+        try:
+            _FILE.write(chrome_traces({"measured": measured, "predicted": self._predicted(came_us)}, nodes), file)
+        except UsageError as exc:  # the training is worth more
+            logger.error("%s", exc)
+        else:
+            logger.info("The timeline of a step was written to %s; open it in https://ui.perfetto.dev", file)
+
+    def _latest_step(self, recorder: StepRecorder) -> RankSteps:
+        world, rows = self._world, recorder.rows()
+        events = recorder.events(rows[-1].number) if rows else []
+        number, begin = (rows[-1].number, rows[-1].begin_ns) if rows else (-1, 0)
+        agreed = {row.number: row.agreed_ns for row in rows}
+        return RankSteps(number, world.slot, world.slots[world.slot].node, begin, rank_events(events), agreed)
+
+    def _predicted(self, start_us: float) -> list[Event]:
+        """Events of a simulated step that begins at `start_us`; none if links or graph are not known."""
+        planned, bound = self._planned, self._bound() if self._bound is not None else None
+        if planned.links is None or bound is None:
+            return []
+        program = bound.traffic_of(inside=self._inside).program
+        options = planned.options
+        costs = step_costs(
+            bound.graph.task, planned.deployment, *planned.links, overlap=not options.sync_allreduce, options=options
+        )
+        events = simulate(program, costs, record=True).events
+        return [msgspec.structs.replace(each, start_us=each.start_us + start_us) for each in events]
+
+
+_latest: StepMeasuring | None = None
+"""That of the model that was deployed last, on all ranks the same; None: it is deployed no more."""
+
+
+def forget_latest() -> None:
+    """Forget the model that was deployed last; one that was collected as garbage could not be closed."""
+    global _latest
+    _latest = None
+
+
+def dump_latest(world: World) -> None:
+    """Write the timeline of the model that was deployed last, see `StepMeasuring.dump`. Collective."""
+    meet(world, Phase.DUMP_EVENTS)
+    if _latest is not None:
+        _latest.dump()
+    elif world.rank == 0:
+        log.get("RaNNCProcess").warning("_dump_events has no effect: no model is deployed; call it after some steps")

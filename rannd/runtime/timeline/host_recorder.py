@@ -1,0 +1,85 @@
+"""Records by the host's clock: what ranks on CPUs do, which wait for what they compute."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from rannd.device.timing import HostClock
+from rannd.plan.schedule.program import Action
+from rannd.runtime.timeline.event_ring import EventRing
+from rannd.runtime.timeline.recorder import COMPUTING, Doing, Mark, StepRecorder, StepRow
+
+ROWS = 128
+"""Steps whose sums are kept."""
+
+Event = tuple[Doing, Action | None]
+
+
+class HostRecorder(StepRecorder):
+    """Sums up each step. `full`: also keeps the events of the latest steps."""
+
+    on = True
+
+    def __init__(self, *, full: bool) -> None:
+        self._rows: deque[StepRow] = deque(maxlen=ROWS)
+        self._row = StepRow(-1, 0)
+        self._ring: EventRing[Event] | None = EventRing() if full else None
+        self._clock = HostClock()
+        self._delayed_us: dict[int, float] = {}
+        """What the thread had waited for processors at the begin of what is going on."""
+
+    def begin(self) -> Mark:
+        delayed_us = self._clock.delayed_us()
+        now = time.perf_counter_ns()
+        self._delayed_us[now] = delayed_us
+        return now
+
+    def end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: Mark) -> None:
+        end = time.perf_counter_ns()
+        assert type(begun) is int
+        before = self._delayed_us.pop(begun, None)
+        self._add(self._row, kind, src, dst, action, begun, end)
+        if before is not None and kind in COMPUTING:
+            delayed_ns = int(1e3 * (self._clock.delayed_us() - before))
+            self._row.delays[kind, src] = self._row.delays.get((kind, src), 0) + delayed_ns
+
+    def begin_on_host(self) -> int:
+        return time.perf_counter_ns()
+
+    def end_on_host(self, kind: Doing, begun: int) -> None:
+        end = time.perf_counter_ns()
+        if kind is Doing.AGREE:
+            self._row.agreed_ns = end
+        self._add(self._row, kind, -1, -1, None, begun, end)
+
+    def _add(self, row: StepRow, kind: Doing, src: int, dst: int, action: Action | None, begin: int, end: int) -> None:
+        place = kind, src, dst
+        found = row.sums.get(place)
+        if found is None:
+            row.sums[place] = [1, end - begin]
+        else:
+            found[0] += 1
+            found[1] += end - begin
+        if self._ring is not None and kind is not Doing.CALL:
+            self._ring.add(row.begin_ns, (kind, action), begin, end)
+            row.events += 1
+
+    def begin_step(self, number: int) -> None:
+        now = time.perf_counter_ns()
+        self._row.end_ns = now
+        self._row = StepRow(number, now)
+        self._rows.append(self._row)
+
+    def count_step(self) -> None:
+        self._row.counted = True
+
+    def rows(self) -> list[StepRow]:
+        return [row for row in self._rows if row.counted and row.end_ns and not row.pending]
+
+    def events(self, number: int) -> list[tuple[Doing, Action | None, int, int]]:
+        row = next((row for row in reversed(self._rows) if row.number == number), None)
+        if self._ring is None or row is None:
+            return []
+        found = [(kind, action, begin, end) for (kind, action), begin, end in self._ring.of_step(row.begin_ns)]
+        return found if len(found) == row.events else []

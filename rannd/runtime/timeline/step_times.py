@@ -1,0 +1,73 @@
+"""Times of a rank from the sums of its steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rannd.plan.measured_step import EdgeWaits, RankTimes, StageTimes, Typical
+from rannd.runtime.timeline.recorder import COMPUTING, Doing, Place, StepRow
+
+
+def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> RankTimes:
+    """Return the times of a rank.
+
+    Args:
+        rows: Its steps, alike; none: all times are 0.
+        slot: Its slot.
+        stages: Its stages, ascending.
+    """
+    own = []
+    for stage in stages:
+        pieces = statistics.median([_count(row, (Doing.FORWARD, stage, stage)) for row in rows] or [0])
+        own.append(StageTimes(stage, int(pieces), *(_typical(rows, (kind, stage, stage)) for kind in COMPUTING)))
+    edges = sorted({(src, dst) for row in rows for kind, src, dst in row.sums if kind is Doing.RECEIVE})
+    waits = []
+    for src, dst in edges:
+        place = Doing.RECEIVE, src, dst
+        messages = statistics.median(_count(row, place) for row in rows)
+        waits.append(EdgeWaits(src, dst, int(messages), _middle([_us(row, place) for row in rows])))
+    every = {kind: [_all_us(row, kind) for row in rows] for kind in Doing}
+    calls, agrees = every[Doing.CALL], every[Doing.AGREE]
+    return RankTimes(
+        slot,
+        len(rows),
+        tuple(own),
+        tuple(waits),
+        step_us=_middle([max(call - agree, 0.0) for call, agree in zip(calls, agrees, strict=True)]),
+        agree_us=_middle(agrees),
+        send_us=_middle(every[Doing.SEND]),
+        settle_us=_middle(every[Doing.SETTLE]),
+        reduce_us=_middle(every[Doing.REDUCE]),
+        drain_us=_middle(every[Doing.DRAIN]),
+        between_us=_middle(
+            [max((row.end_ns - row.begin_ns) / 1e3 - call, 0.0) for row, call in zip(rows, calls, strict=True)]
+        ),
+    )
+
+
+def _count(row: StepRow, place: Place) -> int:
+    return row.sums.get(place, (0, 0))[0]
+
+
+def _us(row: StepRow, place: Place) -> float:
+    return row.sums.get(place, (0, 0))[1] / 1e3
+
+
+def _all_us(row: StepRow, kind: Doing) -> float:
+    return sum(ns for place, (_, ns) in row.sums.items() if place[0] is kind) / 1e3
+
+
+def _typical(rows: Sequence[StepRow], place: Place) -> Typical:
+    each, own = [], []
+    for row in rows:
+        if count := _count(row, place):
+            each.append(_us(row, place) / count)
+            own.append(each[-1] - row.delays.get(place[:2], 0) / 1e3 / count)
+    if not each:
+        return Typical()
+    return Typical(_middle(each), sorted(own)[len(own) // 4])
+
+
+def _middle(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

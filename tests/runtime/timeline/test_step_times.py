@@ -1,0 +1,55 @@
+"""Times of a rank: medians of its steps, of a microbatch the mean of a step."""
+
+from __future__ import annotations
+
+from rannd.plan.measured_step import EdgeWaits, StageTimes, Typical
+from rannd.runtime.timeline.recorder import Doing, Place, StepRow
+from rannd.runtime.timeline.step_times import rank_times
+
+
+def row(number: int, sums: dict[Place, tuple[int, float]], period_us: float = 0.0) -> StepRow:
+    """A step with these numbers and microseconds."""
+    made = StepRow(number, 1000)
+    made.end_ns = 1000 + round(period_us * 1e3)
+    made.sums = {place: [count, round(us * 1e3)] for place, (count, us) in sums.items()}
+    return made
+
+
+def test_times_of_a_rank() -> None:
+    rows = [
+        row(
+            number,
+            {
+                (Doing.AGREE, -1, -1): (1, 10.0 * slower),
+                (Doing.FORWARD, 1, 1): (4, 40.0 * slower),
+                (Doing.BACKWARD, 1, 1): (4, 80.0 * slower),
+                (Doing.WEIGHT, 1, 1): (4, 20.0),
+                (Doing.RECEIVE, 0, 1): (4, 12.0),
+                (Doing.RECEIVE, 1, 2): (4, 8.0),
+                (Doing.SEND, 0, 1): (4, 3.0),
+                (Doing.SEND, 1, 2): (4, 4.0),
+                (Doing.SETTLE, -1, -1): (1, 1.0),
+                (Doing.REDUCE, -1, -1): (1, 30.0),
+                (Doing.DRAIN, -1, -1): (1, 9.0),
+                (Doing.CALL, -1, -1): (2, 200.0 * slower),
+            },
+            period_us=200.0 * slower + 50.0,
+        )
+        for number, slower in enumerate((1.0, 2.0, 1.0, 1.0, 3.0, 3.0, 2.0, 4.0, 2.0))
+    ]
+    found = rank_times(rows, 3, [1])
+    assert found.slot == 3
+    assert found.steps == 9
+    assert found.stages == (StageTimes(1, 4, Typical(20.0, 10.0), Typical(40.0, 20.0), Typical(5.0, 5.0)),)
+    assert found.waits == (EdgeWaits(0, 1, 4, 12.0), EdgeWaits(1, 2, 4, 8.0))
+    assert (found.agree_us, found.step_us) == (20.0, 380.0)
+    assert (found.send_us, found.settle_us, found.reduce_us, found.drain_us) == (7.0, 1.0, 30.0, 9.0)
+    assert found.between_us == 50.0
+    assert found.computing_us == 260.0
+    assert found.rest_us == 380.0 - 260.0 - 20.0 - 7.0 - 1.0 - 9.0
+
+
+def test_a_rank_that_has_recorded_nothing_has_its_stages() -> None:
+    found = rank_times([], 0, [0, 2])
+    assert [(each.stage, each.pieces, each.forward) for each in found.stages] == [(0, 0, Typical()), (2, 0, Typical())]
+    assert (found.steps, found.step_us, found.waits) == (0, 0.0, ())
