@@ -42,8 +42,9 @@ class LearnedCosts(msgspec.Struct, frozen=True):
     """How often stages have taken something else than their parts, so that these were measured anew."""
 
     def and_those(self, stages: Sequence[StageTook], call_us: float, *, doubts: int) -> LearnedCosts:
-        """Return what is known after more steps."""
-        return LearnedCosts(LEARNED_FORMAT, (*stages, *self.stages)[:MOST_STAGES], call_us, self.doubts + doubts)
+        """Return what is known after more steps. Others only make the runtime slower: its least time counts."""
+        least = min(self.call_us, call_us) if self.stages else call_us
+        return LearnedCosts(LEARNED_FORMAT, (*stages, *self.stages)[:MOST_STAGES], least, self.doubts + doubts)
 
     def works(self, parts: MeasuredParts, profile: Mapping[str, Measured]) -> list[StageWork]:
         """Return the stages with the costs of their parts; not those with parts that were not measured."""

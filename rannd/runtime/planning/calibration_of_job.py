@@ -1,8 +1,9 @@
 """What a job learns from its own measured steps, for plans of later ones.
 
 Rank 0 compares what stages took with what their parts took alone, and keeps it (rannd/runtime/costs/learned_costs.py).
-Then one of three things happens::
+Then one of these things happens::
 
+    other processes are busy          nothing
     steps explain the costs           another plan would be 5 % faster      it takes the plan's place, for the next run
                                       none would                           nothing
     a stage takes something else      its parts are measured again in the next run, and the plan is made anew
@@ -31,7 +32,9 @@ from rannd.runtime.costs.known_costs import MeasuredParts
 from rannd.runtime.costs.learned_costs import StageTook
 from rannd.runtime.planning.plan_ahead import FASTER, Better, Request, look_up, start
 
-DOUBTFUL = 0.15
+BUSY = 1.25
+"""How much longer steps take than they would by themselves, from which on they tell nothing."""
+DOUBTFUL = 0.25
 """How far a stage's time may be from what follows from its parts, relative; beyond it they were measured wrongly."""
 DOUBTFUL_US = 300.0
 """Microseconds that it has to be off for that."""
@@ -63,6 +66,9 @@ class Calibration:
             client = self._cache.client
             if self._request is None or client is None or tells_little(self._deployment):
                 return
+            if is_busy(measured):
+                log.get("RaNNCModule").info("Other processes use this machine: nothing is learned from these steps")
+                return
             try:
                 self._learn(self._request, self._deployment, measured, client)
             except KeyError:  # a part that nobody has measured: the plan was made elsewhere
@@ -73,6 +79,8 @@ class Calibration:
         parts = MeasuredParts(request.task, grains.atoms if request.by_atoms else grains.grains, request.toolchain)
         by_number = stages_took(request, deployment, measured)
         took = list(by_number.values())
+        if not took:
+            return
         profile = dict(request.profile)
         look_up(request, client, profile, parts.wanted([stage.ops for stage in took]))
         works = [
@@ -142,6 +150,15 @@ def planned_computing_us(deployment: Deployment, slot: int) -> float:
     return sum(_planned_us(stage.estimate) for stage in deployment.stages if slot in stage.slots)
 
 
+def is_busy(measured: MeasuredStep) -> bool:
+    """Whether other processes slow down the computations of a rank."""
+    for rank in measured.ranks:
+        typical = [each for stage in rank.stages for each in (stage.forward, stage.backward, stage.weight)]
+        if sum(each.median_us for each in typical) > BUSY * sum(each.quartile_us for each in typical):
+            return True
+    return False
+
+
 def tells_little(deployment: Deployment) -> bool:
     """Whether times of stages contain others than those of their parts: copies, gathers, repeated forwards."""
     return deployment.zero >= 2 or any(deployment.offloads) or all(any(stage.segments) for stage in deployment.stages)
@@ -154,10 +171,12 @@ def stages_took(request: Request, deployment: Deployment, measured: MeasuredStep
     found = {}
     for number, stage in enumerate(deployment.stages):
         times = list(measured.of_stage(number))
-        if any(stage.segments) or not times:
+        if any(stage.segments):
             continue
         forward = statistics.median(each.forward.quartile_us for each in times)
         backward = statistics.median(each.backward.quartile_us + each.weight.quartile_us for each in times)
+        if not forward:  # no step was as planned
+            continue
         found[number] = StageTook(tuple(numbers[name] for name in stage.ops), rows, forward, backward)
     return found
 
