@@ -97,6 +97,8 @@ class Reducer:
         """Whether there are gradients to be reduced; the same on all ranks, even if this one has none of them."""
         self.delivered: list[Callable[[], None]] = []
         """Called after gradients were delivered to the user's parameters."""
+        self.audited: Callable[[str, Mapping[str, torch.Tensor | None]], None] | None = None
+        """Gets gradients before ("local") and after ("reduced") their reduction, in a step that is audited."""
 
     @property
     def compares(self) -> bool:
@@ -236,13 +238,17 @@ class Reducer:
         pieces = {name: piece for name, piece in sums.pieces.items() if name in present}
         if self._division != 1 and pieces:
             torch._foreach_div_(list(pieces.values()), self._division)
+        if self.audited is not None:
+            self.audited("reduced", reduced | pieces)
         return reduced | pieces
 
     def _start(self, bucket: GradientBucket) -> None:
+        aliases = [self._parameters.aliases[name] for name in bucket.active]
+        if self.audited is not None:
+            self.audited("local", {name: each.grad for name, each in zip(bucket.active, aliases, strict=True)})
         group = self._world.group_of(bucket.slots)
         if group is None or not bucket.active:
             return
-        aliases = [self._parameters.aliases[name] for name in bucket.active]
         bucket.present = [alias.grad is not None for alias in aliases]
         sizes = [len(aliases), *(alias.numel() for alias in aliases)]
         reduced = self._parameters.gradient_dtypes(bucket.active[0]).reduced
