@@ -151,9 +151,7 @@ class Session:
         watch.where.stage = executor.bound.stages[0].number
         # Gradients that are already delayed are reduced together with those of this call, in its backward.
         reduce = not waits and not deployed.reducer.something_waits
-        step.audit = self.audits.begin(
-            executor.bound, deployed.deployment, deployed.parameters, step.number, self._seed, reduce=reduce
-        )
+        step.audit = self.audits.begin(executor.bound, deployed.parameters, step.number, self._seed, reduce=reduce)
         return ReadyCall(call, deployed, executor, step, share, reduce)
 
     def _run_call(self, ready: ReadyCall) -> list[Any]:

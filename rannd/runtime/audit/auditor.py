@@ -153,11 +153,12 @@ class Auditor:
                 continue
             ranks = sorted({rank for each in readers for rank in self._ranks(each.stage.number)})
             digests = {rank: self._ask(rank, "digest", name) for rank in ranks}
-            first = next(iter(digests.values()))[""]
+            first = digests[ranks[0]].get("")
             for rank, found in digests.items():
                 where = f"{readers[0]}, rank {rank}"
-                stale = not torch.equal(found[""], found["used"])
-                if stale:
+                if first is None or not found:  # replicas divide it
+                    break
+                if not torch.equal(found[""], found["used"]):
                     raise Differs(f"{name} of the model is not what the stage has computed with, in {where}")
                 if not torch.equal(found[""], first):
                     raise Differs(f"{name} has other values than on rank {ranks[0]}, in {where}")
@@ -172,14 +173,23 @@ class Auditor:
             if name in constants:
                 tensors.append(constants[name])
                 continue
-            value = self._ask(rank, "tensor", name)[""].to(device)
             model = self._parameters.tensors[name]
+            value = self._tensor(name, rank).view(model.shape).to(device)
             if isinstance(model, torch.nn.Parameter):
                 value = torch.nn.Parameter(value, requires_grad=model.requires_grad)
                 value.grad_dtype = self._parameters.gradient_dtypes(name).accumulated
             tensors.append(value)
         names = set(block.segment.part.tensors)
         return BlockTensors(tensors, {name: each.to(device) for name, each in before.items() if name in names})
+
+    def _tensor(self, name: str, rank: int) -> torch.Tensor:
+        """A parameter or buffer as the stages of a rank read it; put together where replicas divide it."""
+        found = self._ask(rank, "tensor", name)
+        if "start" not in found:
+            return found[""]
+        holders = [self._world.rank_of_slot[slot] for slot in self._parameters.slots[name]]
+        parts = [self._ask(each, "tensor", name) for each in holders]
+        return torch.cat([each[""] for each in sorted(parts, key=lambda each: int(each["start"])) if each[""].numel()])
 
     def _replay(self, block: Block, piece: int, tensors: BlockTensors) -> Replay:
         """Run a block as the rank did, from what it had."""
@@ -190,7 +200,7 @@ class Auditor:
             known |= self._ask(rank, "made", stage, piece, number)
         different = self.live if self._facts.inside else self._graph.placement.requires_grad
         inputs = {
-            node: known[self._label[node]].to(device).requires_grad_(node in different)
+            node: known[self._label[node]].to(device, copy=True).requires_grad_(node in different)
             for node in block.segment.part.inputs
         }
         begin = self._begins.setdefault(

@@ -86,7 +86,7 @@ def replay(
     states: States | None = None if isinstance(begin, int) else begin
     drawing = seeded(device, begin) if part.random else contextlib.nullcontext(states)
     with torch.enable_grad(), mode.autocasting(), drawing as after:
-        # What the block writes in place must not be a leaf of autograd's.
+        # What the block writes in place must be no leaf of autograd's.
         copies = [each.clone() if each.requires_grad else each for each in inputs.values()]
         values = part.module(*copies, *tensors, *part.numbers_at(rows))
     outputs = dict(zip(part.outputs, values, strict=True))

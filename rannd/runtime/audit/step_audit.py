@@ -17,7 +17,6 @@ from rannd.device.generators import kept_generators
 from rannd.device.reads import read
 from rannd.errors import AuditError
 from rannd.graph.tracing.leaf_recorder import preserved
-from rannd.plan.deployment import Deployment
 from rannd.runtime.audit.auditor import Auditor, Differs, StepFacts
 from rannd.runtime.audit.record_exchange import RecordExchange, Tensors
 from rannd.runtime.audit.step_record import Key, StepRecord
@@ -47,10 +46,6 @@ class StepAudit:
         self._seed = seed
 
     # -- what is kept ---------------------------------------------------------------------------------------------
-
-    def uses(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Note the tensors that a stage computes with."""
-        self.record.used.update(zip(names, tensors, strict=True))
 
     def reduction(self, kind: str, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Keep gradients of parameters before ("local") or after ("reduced") their reduction."""
@@ -181,6 +176,8 @@ class StepAudit:
         if key[0] != "digest":
             return self.record.find(key)
         name = str(key[1])
+        if name in self._parameters.sharded:
+            return {}  # no rank has it as a whole
         mine = self.record.tensor(name)
         used = self.record.used.get(name, mine)  # a rank without microbatches computes nothing
         return {"": _digest(mine), "used": _digest(used)}
@@ -198,7 +195,7 @@ class StepAudits:
         self._last: StepAudit | None = None
 
     def begin(
-        self, bound: BoundGraph, deployment: Deployment, parameters: Parameters, call: int, seed: int, *, reduce: bool
+        self, bound: BoundGraph, parameters: Parameters, call: int, seed: int, *, reduce: bool
     ) -> StepAudit | None:
         """Count a call; returns its audit if it is the step. The same on all ranks.
 
@@ -214,18 +211,16 @@ class StepAudits:
             last.done = True
         if self.steps != self.wanted:
             return None
-        why = self._refusal(bound, deployment, parameters, reduce=reduce)
+        why = self._refusal(reduce=reduce)
         if why:
             _warn(self._context, self.steps, why)
             return None
         self._last = StepAudit(self._context, bound, parameters, self.steps, call, seed)
         return self._last
 
-    def _refusal(self, bound: BoundGraph, deployment: Deployment, parameters: Parameters, *, reduce: bool) -> str:
+    def _refusal(self, *, reduce: bool) -> str:
         if self._context.config.compile_stages != "off":
             return "compiled blocks (compile_stages) draw other random numbers and round otherwise than eager ones"
-        if deployment.zero >= 3 or deployment.offload_params:
-            return "replicas divide the values of parameters (ZeRO 3, offload_params); use zero_stage=2"
         if not reduce:
             return "gradients of other calls wait for their reduction (delay_grad_allreduce)"
         return ""

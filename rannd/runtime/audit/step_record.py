@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch.fx import Graph, Node
 
+from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.tensor_piece import TensorPiece
 
@@ -31,9 +32,9 @@ class StepRecord:
     left                stage, piece              gradients that a stage gives for what it reads
     local, reduced      name                      gradient of a parameter before and after its reduction
     grad before, after  name                      ``parameter.grad`` before and after backward
-    piece               name                      which elements of it this rank has (ZeRO 2)
+    piece               name                      which elements of it this rank has (ZeRO 2 and 3)
     input gradients                               gradients of this rank's tensors
-    tensor              name                      a parameter or buffer, of now
+    tensor              name                      a parameter or buffer, of now; with "start", this rank's elements
     =================== ========================= ===================================================================
     """
 
@@ -69,13 +70,22 @@ class StepRecord:
 
     def find(self, key: Key) -> dict[str, torch.Tensor]:
         """What was kept under a key; nothing if nothing was."""
-        if key[0] == "tensor":
-            return {"": _copied(self.tensor(str(key[1])))}
-        return self._kept.get(key, {})
+        if key[0] != "tensor":
+            return self._kept.get(key, {})
+        tensor = self.tensor(str(key[1]))
+        part = part_of(tensor)
+        if isinstance(part, TensorPiece):
+            return {"": _copied(part.flat), "start": torch.tensor(part.piece.start)}
+        return {"": _copied(tensor)}
 
     def tensor(self, name: str) -> torch.Tensor:
         """The user's parameter or buffer, or what this rank was lent."""
         return self._parameters.tensors[name] if name in self._parameters.own else self.used[name]
+
+    def uses(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Note the tensors that a stage computes with; not those that are gathered for a moment (ZeRO 3)."""
+        here = zip(names, tensors, strict=True)
+        self.used.update((name, each) for name, each in here if name not in self._parameters.sharded)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ class Computing:
                 del values[node]
             self._gather(number, number + 1)
             if step.audit is not None:
-                step.audit.uses(segment.part.tensors, self._tensors[number])
+                step.audit.record.uses(segment.part.tensors, self._tensors[number])
             before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
             with torch.set_grad_enabled(records and not segment.recompute):
                 outputs, after = self._run(step, piece, number, inputs, buffers, random)
