@@ -132,7 +132,7 @@ class Auditor:
         if node.op == "placeholder":
             place = self._graph.traced.placeholders.index(node)
             specs = self._graph.signature.tensors
-            return f"argument {specs[place].name}" if place < len(specs) else f"the loss weight {node.name}"
+            return specs[place].name if place < len(specs) else f"the loss weight {node.name}"
         return f"value {node.name}" + (f" of {module}" if module else "")
 
     def _at(self, piece: int) -> str:
@@ -504,7 +504,7 @@ class Auditor:
             total = torch.cat(totals) if spec.batch else torch.stack(totals).sum(0)
             noise = max(map(largest_element, totals))
             gap = Measure(noise=noise, half=self._half).gap(_like(total, found), found)
-            self._found("gradients", f"the gradient of argument {spec.name}", f"{self.blocks[0]}, rank {rank}", gap)
+            self._found("gradients", f"the gradient of {spec.name}", f"{self.blocks[0]}, rank {rank}", gap)
 
     def _compare_buffers(self, stage: int) -> None:
         """Buffers are those after the first microbatch, on all replicas."""

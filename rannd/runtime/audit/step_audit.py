@@ -37,6 +37,8 @@ class StepAudit:
         """`number`: the step, as the user counts them; `call`, `seed`: see `piece_seed`."""
         self.number = number
         self.done = False
+        self.equal = False
+        """Whether it was replayed, and equals its replay."""
         self.record = StepRecord(bound.graph.traced.graph, parameters)
         self._context = context
         self._world = context.world
@@ -130,6 +132,7 @@ class StepAudit:
         self.record = StepRecord(self._bound.graph.traced.graph, self._parameters)  # lets go of the copies
         if text:
             raise AuditError(text.decode())
+        self.equal = True
 
     def _refusal(self, anchor: Anchor, *, reduced: bool) -> str:
         """Why a step cannot be audited; empty: it can."""
@@ -194,6 +197,11 @@ class StepAudits:
         """Number of training calls so far."""
         self._last: StepAudit | None = None
 
+    @property
+    def audited(self) -> bool:
+        """Whether the last step that was wanted has been replayed, and was equal."""
+        return self._last is not None and self._last.equal
+
     def begin(
         self, bound: BoundGraph, parameters: Parameters, call: int, seed: int, *, reduce: bool
     ) -> StepAudit | None:
@@ -205,10 +213,10 @@ class StepAudits:
         if not (mode.training and mode.grad):
             return None
         self.steps += 1
-        last, self._last = self._last, None
-        if last is not None and not last.done:
-            _warn(self._context, last.number, "the script has not called backward before its next call of the model")
-            last.done = True
+        if self._last is not None and not self._last.done:
+            why = "the script has not called backward before its next call of the model"
+            _warn(self._context, self._last.number, why)
+            self._last.done = True
         if self.steps != self.wanted:
             return None
         why = self._refusal(reduce=reduce)
