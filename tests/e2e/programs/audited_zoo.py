@@ -13,7 +13,7 @@ import torch
 from yardstick import RANK
 
 import pyrannc
-from rannd.errors import AuditError, RanndError
+from rannd.errors import AuditError, PlanError
 
 sys.path.append(str(Path(__file__).parents[2]))  # forks read no PYTHONPATH
 from zoo import ZOO, Entry
@@ -54,8 +54,8 @@ for entry in wanted:
         except AuditError as alarm:
             told = f"ALARM {alarm}"
             break
-        except RanndError as refused:  # equal on all ranks, before anything runs
-            told = f"not trained: {type(refused).__name__} {refused}"
+        except PlanError as refused:  # equal on all ranks, before anything runs
+            told = f"not trained: {refused}"
             pyrannc.clear()
     if RANK == 0:
         print(f"zoo: {entry.name}: {told}", flush=True)
