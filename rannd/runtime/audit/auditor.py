@@ -20,7 +20,7 @@ from torch.fx import Node
 from rannd.device.generators import States
 from rannd.graph.partition.cut import crossing_shape
 from rannd.graph.rows.loss_weights import counted, pieces_weights
-from rannd.runtime.audit.block_replay import Block, BlockTensors, Replay, replay
+from rannd.runtime.audit.block_replay import BlockTensors, Replay, ReplayBlock, replay
 from rannd.runtime.audit.differences import Gap, Measure, largest_element
 from rannd.runtime.audit.record_exchange import RecordExchange, Tensors
 from rannd.runtime.binding.bound_graph import BoundGraph
@@ -70,10 +70,10 @@ class Auditor:
         self._label = label
         self._layout = bound.traffic_of(inside=facts.inside).layout
         self._stages = [bound.anywhere(number) for number in range(len(self._layout.stages))]
-        self.blocks = [Block(stage, number) for stage in self._stages for number in range(len(stage.segments))]
+        self.blocks = [ReplayBlock(stage, number) for stage in self._stages for number in range(len(stage.segments))]
         self.pieces = [piece for piece, rows in enumerate(facts.pieces.rows) if rows]
         self._maker = {
-            node: Block(stage, number)
+            node: ReplayBlock(stage, number)
             for stage in self._stages
             for number, segment in reversed(list(enumerate(stage.segments)))
             for node in segment.part.outputs
@@ -163,7 +163,7 @@ class Auditor:
                 if not torch.equal(found[""], first):
                     raise Differs(f"{name} has other values than on rank {ranks[0]}, in {where}")
 
-    def _tensors(self, block: Block) -> BlockTensors:
+    def _tensors(self, block: ReplayBlock) -> BlockTensors:
         """A block's parameters and buffers, from a rank that has them."""
         constants, device = self._graph.traced.constants, self._world.device
         rank = self._rank(block.stage.number, self.pieces[0])
@@ -191,7 +191,7 @@ class Auditor:
         parts = [self._ask(each, "tensor", name) for each in holders]
         return torch.cat([each[""] for each in sorted(parts, key=lambda each: int(each["start"])) if each[""].numel()])
 
-    def _replay(self, block: Block, piece: int, tensors: BlockTensors) -> Replay:
+    def _replay(self, block: ReplayBlock, piece: int, tensors: BlockTensors) -> Replay:
         """Run a block as the rank did, from what it had."""
         stage, device = block.stage.number, self._world.device
         rank = self._rank(stage, piece)
@@ -211,7 +211,7 @@ class Auditor:
         self._begins[stage, block.number + 1, piece] = begin if made.after is None else made.after
         return made
 
-    def _forward(self, block: Block, piece: int, tensors: BlockTensors) -> None:
+    def _forward(self, block: ReplayBlock, piece: int, tensors: BlockTensors) -> None:
         stage = block.stage.number
         rank = self._rank(stage, piece)
         where = f"{block}, {self._at(piece)}, rank {rank}"
@@ -232,7 +232,7 @@ class Auditor:
         if piece == self._facts.pieces.first:
             self._buffers.setdefault(stage, {}).update(made.buffers)
 
-    def _is_unsure(self, block: Block, piece: int, tensors: BlockTensors, made: Replay) -> bool:
+    def _is_unsure(self, block: ReplayBlock, piece: int, tensors: BlockTensors, made: Replay) -> bool:
         """Whether a block gives other results when it is run again: what it has computed cannot be replayed then."""
         again = self._replay(block, piece, tensors)
         same = all(
@@ -345,7 +345,7 @@ class Auditor:
         """What the seed of a backward inside the call is divided by, instead of the sums of gradients."""
         return self._facts.averaged if self._facts.inside and self._facts.loss_seed == 1.0 else 1
 
-    def _seed(self, node: Node, block: Block, piece: int) -> torch.Tensor | None:
+    def _seed(self, node: Node, block: ReplayBlock, piece: int) -> torch.Tensor | None:
         """The gradient with which the backward of a block starts at one of its outputs; None if there is none."""
         stage, label = block.stage, self._label[node]
         parts: list[torch.Tensor] = []
@@ -365,7 +365,7 @@ class Auditor:
             return None
         return torch.stack(list(map(_wide, parts))).sum(0).to(parts[0].dtype) if len(parts) > 1 else parts[0]
 
-    def _backward(self, block: Block, piece: int, tensors: BlockTensors) -> float:
+    def _backward(self, block: ReplayBlock, piece: int, tensors: BlockTensors) -> float:
         """Compare the gradients of a microbatch in a block; returns the largest element of them."""
         stage = block.stage.number
         rank = self._rank(stage, piece)
@@ -398,7 +398,7 @@ class Auditor:
 
     def _compare_found(
         self,
-        block: Block,
+        block: ReplayBlock,
         piece: int,
         rank: int,
         found: Mapping[Node, torch.Tensor | None],
@@ -428,7 +428,7 @@ class Auditor:
 
     # -- what is left of a step -----------------------------------------------------------------------------------
 
-    def _gradients_of_parameters(self, block: Block, noise: float) -> None:
+    def _gradients_of_parameters(self, block: ReplayBlock, noise: float) -> None:
         """Compare the gradients of the parameters that no earlier block reads."""
         for name in block.segment.part.tensors:
             model = self._parameters.tensors.get(name)

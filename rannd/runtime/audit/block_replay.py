@@ -18,7 +18,7 @@ from rannd.runtime.binding.bound_graph import BoundStage, Segment
 
 
 @dataclass(frozen=True)
-class Block:
+class ReplayBlock:
     """A segment of a stage."""
 
     stage: BoundStage
@@ -71,7 +71,7 @@ class Replay:
 
 
 def replay(
-    block: Block,
+    block: ReplayBlock,
     mode: Mode,
     rows: int,
     inputs: dict[Node, torch.Tensor],
