@@ -279,7 +279,7 @@ class Computing:
         self, first: Mapping[Node, torch.Tensor], again: Mapping[Node, torch.Tensor], piece: int, number: int
     ) -> None:
         """AuditError if a segment has recomputed other values than those of its forward."""
-        measure = Measure(half=bool(self._bound.graph.signature.mode.autocast))
+        measure = Measure(half=self._bound.graph.signature.mode.autocast != "")
         for node, value in first.items():
             gap = measure.gap(value, again[node])
             if gap is not None:
