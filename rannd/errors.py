@@ -14,7 +14,8 @@ RanndError             1          base class; never raised itself
 ├─ DeploymentError     5          a stored or loaded deployment does not fit this job
 ├─ StepError           5          ranks disagree, or a step is used in a wrong order
 │  ├─ RankFailedError  5          another rank has failed
-│  └─ NotANumberError  5          a value of the model is NaN
+│  ├─ NotANumberError  5          a value of the model is NaN
+│  └─ AuditError       5          a step differs from its replay, or a recomputed value from the first one
 ├─ DaemonError         6          the daemon cannot be started or answers with an error
 │  └─ ProtocolError    6          a message breaks the protocol
 ├─ LaunchError         7          ranks cannot be started
@@ -104,6 +105,10 @@ class RankFailedError(StepError):
 
 class NotANumberError(StepError):
     """A value of the model is NaN."""
+
+
+class AuditError(StepError):
+    """A step differs from its replay (`verify_step`), or a recomputed value from the first one (`verify_recomp`)."""
 
 
 class CheckpointError(RanndError):

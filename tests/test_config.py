@@ -36,7 +36,16 @@ dump_graph dump_graph_prefix validate_comm display_comm_value display_act_value 
 verify_recomp verify_partitioning dump_dp_node_profiles dump_dp_cache enable_kineto
 """
 UPSTREAM = _UPSTREAM.split()
-OWN = ["device", "verify_trace", "cache", "cache_max_gb", "daemon_idle_s", "daemon_timeout_s", "log_level"]
+OWN = [
+    "device",
+    "verify_trace",
+    "verify_step",
+    "cache",
+    "cache_max_gb",
+    "daemon_idle_s",
+    "daemon_timeout_s",
+    "log_level",
+]
 OWN += [
     "partitioning_dry_run_cluster",
     "schedule",
@@ -118,6 +127,8 @@ NOT_PLAN_AFFECTING = {
     "check_nan",
     "verify_partitioning",
     "verify_trace",
+    "verify_step",
+    "verify_recomp",
     "dump_graph",
     "dump_graph_prefix",
     "trace_events",

@@ -457,6 +457,21 @@ class Config:
         group=_DEBUG,
         plan_affecting=False,
     )
+    verify_step: int = item(
+        0,
+        "Replay this training step, counted from 1, in one process (--verify), and raise an error that names the first "
+        "value, gradient or buffer that differs; 0: none.",
+        group=_DEBUG,
+        plan_affecting=False,
+        least=0,
+    )
+    verify_recomp: bool = item(
+        False,
+        "Compare recomputed values with those of the forward in each step, and raise an error that names the first "
+        "that differs. Keeps the values in memory that blocks give to others.",
+        group=_DEBUG,
+        plan_affecting=False,
+    )
     dump_graph: bool = item(
         False,
         "Write each graph with its blocks and stages to a .json and a .dot file (Graphviz), named by its hash.",
@@ -565,7 +580,6 @@ class Config:
     validate_comm: bool = unused(False, "Check the values sent between ranks.", _DEAD)
     display_comm_value: bool = unused(False, "Print the values sent between ranks.", _LATER)
     display_act_value: bool = unused(False, "Print the activations.", _LATER)
-    verify_recomp: bool = unused(False, "Check that recomputed values equal the original ones.", _LATER)
     dump_dp_node_profiles: str = unused("", "File for the costs that the search for stages uses.", _LATER)
     dump_dp_cache: str = unused("", "File for the table of the search for stages.", _LATER)
     enable_kineto: bool = unused(

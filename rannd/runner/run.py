@@ -91,6 +91,13 @@ def _default(name: str) -> str:
 )
 @click.option("--show-ranks", metavar="0,2-3", help="Ranks whose output is shown. Default: all.")
 @click.option("-q", "--quiet", is_flag=True, help="Only warnings, errors and the script's output (log_level = warn).")
+@click.option(
+    "--verify",
+    "verify_step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Replay training step N in one process, and name the first value or gradient that differs.",
+)
 @click.option("--log-dir", metavar="DIR", help="Keep the ranks' output in DIR/<run>/rank_<R>/.")
 @click.option(
     "--grace-period",

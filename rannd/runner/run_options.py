@@ -28,6 +28,7 @@ FLAGS = {
     "max_restarts": "--max-restarts",
     "leave_timeout": "--leave-timeout",
     "drop_stragglers": "--drop-stragglers",
+    "verify_step": "--verify",
 }
 ELASTIC = ("elastic", "min_np", "max_np", "max_restarts", "leave_timeout", "drop_stragglers")
 """Those of elastic jobs."""
@@ -76,6 +77,8 @@ class Options:
     preflight: bool = True
     """Check before anything starts that other machines have what a rank needs."""
     plan_only: bool = False
+    verify: int = 0
+    """Training step that the ranks replay; 0: what their own configuration says."""
     quiet: bool = False
     """Neither ranks nor rannc-run say more than warnings and errors."""
     cluster: str | None = None
@@ -118,6 +121,7 @@ class Options:
             start=config.timeout_start,
             preflight=config.preflight,
             plan_only=plan_only,
+            verify=config.verify_step if config.origin("verify_step").startswith("--") else 0,
             quiet=config.origin("log_level") == QUIET,
             cluster=cluster,
             origins={name: config.origin(name) for name in FLAGS},
@@ -130,6 +134,8 @@ class Options:
     def variables(self) -> dict[str, str]:
         """Return the variables that pass on to ranks what the command line says of their configuration."""
         found = {} if self.config is None else {"RANNC_CONF_FILE": str(self.config.absolute())}
+        if self.verify:
+            found["RANNC_VERIFY_STEP"] = str(self.verify)
         return found | ({"RANNC_LOG_LEVEL": "warn"} if self.quiet else {})
 
     def by_flag(self, name: str) -> bool:

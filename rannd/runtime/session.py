@@ -27,6 +27,7 @@ from rannd.graph.call.unread import note_read
 from rannd.plan.deployment import Deployment
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.argument_learning import ArgumentLearning
+from rannd.runtime.audit.step_audit import StepAudits
 from rannd.runtime.call_tracing import CallTracing
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, agree, meet
@@ -92,6 +93,7 @@ class Session:
         self._arguments = ArgumentLearning(world, self._tracing.refusal, inputs=context.config.verify_trace)
         self._retraces = Retraces()
         self._deployer = Deployer(context, self.values)
+        self.audits = StepAudits(context)
         self._steps = 0
         self.followers: list[weakref.ref[Follower]] = []
         """What has values for each of the model's tensors; in the same order on all ranks."""
@@ -159,7 +161,9 @@ class Session:
         self._steps += 1
         watch.where.stage = executor.bound.stages[0].number
         # Gradients that are already delayed are reduced together with those of this call, in its backward.
-        return ReadyCall(call, deployed, executor, step, share, not waits and not deployed.reducer.something_waits)
+        reduce = not waits and not deployed.reducer.something_waits
+        step.audit = self.audits.begin(executor.bound, deployed.parameters, step.number, self._seed, reduce=reduce)
+        return ReadyCall(call, deployed, executor, step, share, reduce)
 
     def _run_call(self, ready: ReadyCall) -> list[Any]:
         """Run this rank's stage; returns the outputs of this rank's rows. Training stops at a NaN loss."""

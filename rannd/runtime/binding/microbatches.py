@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from rannd.plan.schedule.program import Layout
 
 
@@ -32,3 +34,12 @@ def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
     size, longer = divmod(rows, parts)
     counts = [size + (part < longer) for part in range(parts)]
     return [(sum(counts[:part]), counts[part]) for part in range(parts)]
+
+
+def piece_seed(base: int, call: int, piece: int, stage: int) -> int:
+    """Where the random numbers of a microbatch begin in a stage.
+
+    `base`: the model's seed; `call`: number of the call.
+    """
+    text = f"{base}/{call}/{piece}/{stage}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

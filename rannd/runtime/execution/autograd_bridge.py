@@ -78,13 +78,26 @@ class _Backward:
                 "train what needs those (a gradient penalty, say) outside of the wrapped model"
             )
         again = process_flags.keeps_graph or torch._C._autograd._get_current_graph_task_keep_graph()
-        with self._executor.world.watch.inside("backward"):
+        executor, step, reduced = self._executor, self._step, not self._delayed()
+        with executor.world.watch.inside("backward"):
             if self._share is not None:
                 given = self._share.gradients(given)
-            found = self._executor.backward(self._step, given, reduce=not self._delayed(), again=again)
-            self._executor.world.issued.note()
-            self._executor.world.watch.ensure_intact()
-            return found if self._share is None else self._share.input_gradients(found)
+            if step.audit is not None:
+                step.audit.before_backward(given)
+            found = executor.backward(step, given, reduce=reduced, again=again)
+            executor.world.issued.note()
+            executor.world.watch.ensure_intact()
+            inputs = found if self._share is None else self._share.input_gradients(found)
+        if step.audit is not None:
+            step.audit.finish(
+                found,
+                pieces=step.pieces,
+                inside=step.interleaved,
+                seed=step.seed,
+                anchor=executor.anchor,
+                reduced=reduced,
+            )
+        return inputs
 
 
 class _Bridge(torch.autograd.Function):

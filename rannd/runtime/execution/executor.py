@@ -134,6 +134,7 @@ class Executor:
         `reduce`: reduce the gradients of these backwards. Returns this rank's outputs, in the order of the graph's
         outputs.
         """
+        self._reducer.audited = None if step.audit is None else step.audit.reduction
         self._tensors.lend()
         for computing in self.stages.values():
             computing.begin()
@@ -162,6 +163,11 @@ class Executor:
             computing.agree_on_buffers(step)
         outputs = self._outputs(step)
         step.values.clear()
+        if step.audit is not None:
+            step.audit.mini_batch(step.leaves, step.whole)
+            step.audit.outputs(outputs)
+            for number, computing in self.stages.items():
+                step.audit.record.named("after", number, tensors=computing.written())
         return outputs
 
     def _seed(self, step: Step, dtype: torch.dtype, division: int) -> torch.Tensor:
@@ -203,6 +209,7 @@ class Executor:
         step.finished = not again
         if step.interleaved:
             return self._deliver_held_gradients(step, gradients, asked, reduce=reduce, again=again)
+        self._reducer.audited = None if step.audit is None else step.audit.reduction
         live, wanted = self._upstream(step, gradients, reduce=reduce, wanted=asked is not NOTHING)
         reduce = reduce and wanted
         step.keep = again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,11 +13,14 @@ from torch.fx import Node
 
 from rannd.device.action_clock import ActionClock
 from rannd.device.generators import States, seeded
+from rannd.errors import AuditError
 from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.plan.schedule.program import ActionKind
 from rannd.plan.zero import LEAST_OFFLOADED
+from rannd.runtime.audit.differences import Measure
 from rannd.runtime.binding.bound_graph import BoundGraph, BoundStage
+from rannd.runtime.binding.microbatches import piece_seed
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.slot_tensors import SlotTensors
@@ -109,6 +111,8 @@ class Computing:
         self._outside = len(bound.layout.stages)
         """Stands for the ranks that get the outputs."""
         self._clock: ActionClock | None = None
+        self._compares = context.config.verify_recomp
+        """Whether what is recomputed is compared with what the forward has computed."""
 
     # -- tensors ----------------------------------------------------------------------------------------------
 
@@ -153,6 +157,9 @@ class Computing:
         graph, part, stage = self._bound.graph, self._stage.part, self._stage.number
         differentiable = graph.placement.requires_grad if live is None else live
         values = {node: step.values.pop((piece, node, stage)) for node in part.inputs}
+        if step.audit is not None:
+            step.audit.record.values(stage, piece, entered=values)
+            step.audit.record.named("before", stage, tensors=self._before)
         buffers = {name: tensor.clone() for name, tensor in self._before.items()}
         records = graph.signature.mode.grad
         saved: list[Saved] = []
@@ -170,14 +177,19 @@ class Computing:
             for node in self._last[number]:
                 del values[node]
             self._gather(number, number + 1)
+            if step.audit is not None:
+                step.audit.record.uses(segment.part.tensors, self._tensors[number])
             before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
             with torch.set_grad_enabled(records and not segment.recompute):
                 outputs, after = self._run(step, piece, number, inputs, buffers, random)
             values.update((node, self._lasting(value.detach())) for node, value in outputs.items())
+            made = {node: values[node] for node in outputs}
+            if step.audit is not None:
+                step.audit.record.values(stage, piece, number, made=made)
             if records:
                 if segment.recompute:
                     away = frozenset(node for node in laid if node in kept)
-                    saved.append(Saved(kept, {}, before, away, random))
+                    saved.append(Saved(kept, {}, before, away, random, made if self._compares else None))
                 else:
                     roots = {node: value for node, value in outputs.items() if value.requires_grad}
                     saved.append(Saved(kept, {n: each for n, each in roots.items() if live is None or n in live}, {}))
@@ -218,7 +230,10 @@ class Computing:
                 with torch.enable_grad():
                     inputs = self._unwritten(inputs, number)
                     outputs, _ = self._run(step, piece, number, inputs, buffers, saved.random)
-            roots, seeds = [], []
+                if saved.first is not None:
+                    self._compare(saved.first, outputs, piece, number)
+            roots: list[torch.Tensor] = []
+            seeds: dict[Node, torch.Tensor] = {}
             for node, value in outputs.items():
                 given = [gradients.pop(node, None)]
                 if node in self._leaving:
@@ -228,30 +243,56 @@ class Computing:
                 gradient = _sum(given)
                 if gradient is not None and value.requires_grad:
                     roots.append(value)
-                    seeds.append(gradient)
+                    seeds[node] = gradient
             if roots:
                 again = backward_again() if step.keep and self._compiled else contextlib.nullcontext()
                 with again, self._timed():
-                    torch.autograd.backward(roots, seeds, retain_graph=step.keep)
+                    torch.autograd.backward(roots, list(seeds.values()), retain_graph=step.keep)
                 if self._finite.every:
                     found = {node: value.grad for node, value in inputs.items()}
-                    self._finite.gradients(dict(enumerate(seeds)), found)
+                    self._finite.gradients(seeds, found)
             if self._sharded is not None:
                 self._sharded.send(self._complete[number])
+            if step.audit is not None:
+                found_now = {node: value.grad for node, value in inputs.items() if node in live}
+                step.audit.record.values(stage, piece, number, seeds=seeds, found=found_now)
             for node, value in inputs.items():
                 found_here, value.grad = value.grad, None
                 if node in live and found_here is not None:
                     gradients[node] = gradients[node] + found_here if node in gradients else found_here
             del saved, inputs, outputs, roots, seeds
+        left: dict[Node, torch.Tensor] = {}
         for node, value in entering.items():
             gradient = gradients.get(node)
             if gradient is None:
                 gradient = torch.zeros_like(value)
+            left[node] = gradient
             source = self._bound.stage_of.get(node, -1)  # -1: a rank gives it
             if layout.slot_of(source, piece) == self._bound.slot:
                 step.add(piece, node, gradient)
             else:
                 step.outgoing[piece, node, stage] = gradient
+        if step.audit is not None:
+            step.audit.record.values(stage, piece, left=left)
+
+    def _compare(
+        self, first: Mapping[Node, torch.Tensor], again: Mapping[Node, torch.Tensor], piece: int, number: int
+    ) -> None:
+        """AuditError if a segment has recomputed other values than those of its forward."""
+        measure = Measure(half=self._bound.graph.signature.mode.autocast != "")
+        for node, value in first.items():
+            gap = measure.gap(value, again[node])
+            if gap is not None:
+                raise AuditError(
+                    f"verify_recomp: value {node.name} of {node.meta.get('module') or 'the model'} {gap} when it is "
+                    f"recomputed, in stage {self._stage.number}, segment {number}, piece {piece}, rank "
+                    f"{self._world.rank}: does the model draw random numbers other than torch's, or count its calls? "
+                    "checkpointing=false recomputes nothing where memory suffices"
+                )
+
+    def written(self) -> dict[str, torch.Tensor]:
+        """The buffers that the stage writes, by name."""
+        return {name: self._state[name] for name in self._written}
 
     def _elsewhere(self, inputs: dict[Node, torch.Tensor], laid: dict[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
         """The values that a segment recomputes from; `laid`: those that are elsewhere, also for earlier segments.
@@ -371,8 +412,7 @@ class Computing:
 
     def _random(self, step: Step, piece: int, begin: States | None) -> AbstractContextManager[States]:
         """Fork the RNG with a seed made of base seed, step, microbatch and stage; the script's RNG is unaffected."""
-        text = f"{self.seed}/{step.number}/{piece}/{self._stage.number}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        seed = piece_seed(self.seed, step.number, piece, self._stage.number)
         return seeded(self._world.device, seed if begin is None else begin)
 
 

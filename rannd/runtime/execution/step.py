@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from rannd.device.generators import States
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
+from rannd.runtime.audit.step_audit import StepAudit
 from rannd.runtime.binding.microbatches import Pieces
 from rannd.runtime.comm.world import Sum
 from rannd.runtime.gradients.reducer import Gathered
@@ -34,6 +35,8 @@ class Saved:
     """Those of `inputs` that are elsewhere (`offload_activations`)."""
     random: States | None = None
     """Where its random numbers begin; None: those of the stage."""
+    first: Mapping[Node, torch.Tensor] | None = None
+    """What its forward has computed, if that is compared with what is recomputed (`verify_recomp`)."""
 
 
 @dataclass
@@ -53,6 +56,8 @@ class Step:
     keep: bool = False
     """Whether backward may run again (retain_graph)."""
     finished: bool = False
+    audit: StepAudit | None = None
+    """Keeps values of the step, if it is audited."""
     values: dict[Given, torch.Tensor] = field(default_factory=dict)
     """Whoever reads or sends one takes it."""
     sums: dict[Node, torch.Tensor] = field(default_factory=dict)

@@ -103,6 +103,8 @@ class Reducer:
         """Whether there are gradients to be reduced; the same on all ranks, even if this one has none of them."""
         self.delivered: list[Callable[[], None]] = []
         """Called after gradients were delivered to the user's parameters."""
+        self.audited: Callable[[str, Mapping[str, torch.Tensor | None]], None] | None = None
+        """Gets gradients before ("local") and after ("reduced") their reduction, in a step that is audited."""
 
     @property
     def compares(self) -> bool:
@@ -248,15 +250,19 @@ class Reducer:
         if self._begun is not None:
             self._recorder.end(Doing.REDUCE, -1, -1, None, self._begun)
             self._begun = None
+        if self.audited is not None:
+            self.audited("reduced", reduced | pieces)
         return reduced | pieces
 
     def _start(self, bucket: GradientBucket) -> None:
+        aliases = [self._parameters.aliases[name] for name in bucket.active]
+        if self.audited is not None:
+            self.audited("local", {name: each.grad for name, each in zip(bucket.active, aliases, strict=True)})
         group = self._world.group_of(bucket.slots)
         if group is None or not bucket.active:
             return
         if self._begun is None:
             self._begun = self._recorder.begin()
-        aliases = [self._parameters.aliases[name] for name in bucket.active]
         bucket.present = [alias.grad is not None for alias in aliases]
         sizes = [len(aliases), *(alias.numel() for alias in aliases)]
         reduced = self._parameters.gradient_dtypes(bucket.active[0]).reduced

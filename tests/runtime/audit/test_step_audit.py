@@ -1,0 +1,163 @@
+"""Which step is audited, what is refused, and that nothing of it is left, in one process: a world of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyrannc
+from rannd.errors import AuditError
+from rannd.runtime.execution.stage import Computing
+
+Log = pytest.LogCaptureFixture
+
+
+class Counting(nn.Module):
+    """Calls numpy's generator, so that it is one operator, which gives other results in each run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.rand())
+
+
+class Network(nn.Module):
+    """Layers with dropout and BatchNorm, and a loss if there is a target."""
+
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), *more, nn.Linear(6, 6))
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        found: Tensor = self.body(x)
+        return found if target is None else nn.functional.mse_loss(found, target)
+
+
+def wrapped(monkeypatch: pytest.MonkeyPatch, *more: nn.Module, step: int = 2, **items: str) -> pyrannc.RaNNCModule:
+    monkeypatch.setenv("RANNC_VERIFY_STEP", str(step))
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+    for name, value in items.items():
+        monkeypatch.setenv(f"RANNC_{name.upper()}", value)
+    torch.manual_seed(0)
+    inner = Network(*more)
+    return pyrannc.RaNNCModule(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+
+
+def train(model: pyrannc.RaNNCModule, steps: int, *, inside: bool = True, scale: float = 1.0) -> list[Tensor]:
+    """Steps; returns the gradients of the last one, and all that may have changed beside."""
+    for step in range(steps):
+        torch.manual_seed(step)
+        model.zero_grad()
+        x = torch.randn(4, 6)
+        loss = model(x, x) if inside else model(x).pow(2).mean()
+        (loss * scale).backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*found, *(each.clone() for each in model.buffers()), torch.get_rng_state()]
+
+
+def test_one_step_is_audited_and_nothing_of_it_is_left(monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
+    model = wrapped(monkeypatch, step=3)
+    random.seed(1)
+    np.random.seed(1)
+    audited = train(model, 3)
+    drawn = random.random(), np.random.rand()
+    assert [line for line in caplog.messages if "equals its replay" in line] == [
+        line for line in caplog.messages if line.startswith("Step 3 equals its replay: ")
+    ]
+    assert model._session.audits.audited
+    pyrannc.clear()
+    model = wrapped(monkeypatch, step=0)
+    random.seed(1)
+    np.random.seed(1)
+    plain = train(model, 3)
+    assert all(torch.equal(one, other) for one, other in zip(audited, plain, strict=True))
+    assert drawn == (random.random(), np.random.rand())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_scaled_loss_and_gradients_that_are_there_already(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    model = wrapped(monkeypatch)
+    model.zero_grad = lambda *_: None  # type: ignore[method-assign]
+    train(model, 2, inside=inside, scale=0.25)
+    assert model._session.audits.audited
+
+
+def test_hooks_of_parameters_may_change_what_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(monkeypatch)
+    next(iter(model.parameters())).register_hook(lambda gradient: gradient * 7)
+    train(model, 2)
+    assert model._session.audits.audited
+
+
+def test_evaluation_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(monkeypatch)
+    train(model, 1)
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    model.train()
+    assert not model._session.audits.audited
+    train(model, 1)
+    assert model._session.audits.audited
+
+
+def _delayed(model: pyrannc.RaNNCModule) -> None:
+    pyrannc.delay_grad_allreduce(True)
+    try:
+        train(model, 1)
+    finally:
+        pyrannc.delay_grad_allreduce(False)
+    model.allreduce_grads()
+
+
+def _asked(model: pyrannc.RaNNCModule) -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    torch.autograd.grad(model(x, x.detach()), x)
+
+
+def _without_backward(model: pyrannc.RaNNCModule) -> None:
+    x = torch.randn(4, 6)
+    model(x, x)
+    train(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (_delayed, "wait for their reduction (delay_grad_allreduce)"),
+        (_asked, "its backward was asked for some gradients only"),
+        (_without_backward, "the script has not called backward before its next call"),
+    ],
+)
+def test_what_cannot_be_audited_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: Log, second: Callable[[pyrannc.RaNNCModule], None], why: str
+) -> None:
+    model = wrapped(monkeypatch)
+    train(model, 1)
+    second(model)
+    (line,) = [each for each in caplog.messages if each.startswith("verify_step: step 2 was not audited: ")]
+    assert why in line
+    assert not model._session.audits.audited
+    train(model, 1)
+
+
+def test_a_block_that_cannot_be_repeated_is_told(monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
+    model = wrapped(monkeypatch, Counting())
+    train(model, 2)
+    assert [line for line in caplog.messages if "gives other results in each run" in line]
+
+
+def test_recomputed_values_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are equal, with dropout; and not if a random operator begins anywhere else."""
+    model = wrapped(monkeypatch, checkpointing="true", verify_recomp="true")
+    train(model, 2)
+    assert model._session.audits.audited
+    original, turns = Computing._random, iter(range(100))
+    monkeypatch.setattr(Computing, "_random", lambda self, step, piece, _: original(self, step, next(turns), None))
+    with pytest.raises(
+        AuditError, match=r"verify_recomp: value \w+ of .* when it is recomputed, in stage 0, segment \d"
+    ):
+        train(model, 1)
