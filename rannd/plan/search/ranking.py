@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -12,11 +13,12 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.deployment import Alternative, Deployment
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, preference_us
-from rannd.plan.search.candidates import Candidate
+from rannd.plan.search.candidates import Candidate, EvenSplit
 from rannd.plan.schedule.schedules import DELAYING
 from rannd.plan.simulate.layout import layout_and_costs, loss_layout
 from rannd.plan.simulate.least_time import least_us
 from rannd.plan.simulate.simulator import predict
+from rannd.plan.stage_costs.variant import Variant
 from rannd.profile.costs import CostTable
 
 MOST_PLAYED = 32
@@ -74,14 +76,39 @@ class _Played:
         return least_us(self.layout, self.costs, delayed=self.costs.split if delays else ())
 
 
-def _work(plan: Candidate) -> int:
+def _work(variant: Variant, replicas: Sequence[int]) -> int:
     """Return the microbatches times stages of a simulation, where identical parts of the job count once."""
-    replicas = plan.choice.replicas
-    return plan.choice.variant.microbatches * sum(replicas) * len(replicas) // math.gcd(*replicas)
+    return variant.microbatches * sum(replicas) * len(replicas) // math.gcd(*replicas)
+
+
+def _considered(plans: Sequence[Candidate | EvenSplit]) -> Iterator[Candidate]:
+    """Yield the plans to simulate that fit, those with the smallest E first, without computing E of all of them."""
+    work = MOST_WORK
+    seen = set()
+    waiting: list[tuple[float, int, Candidate | EvenSplit]] = []
+    for number, plan in enumerate(plans):
+        if isinstance(plan, EvenSplit):
+            waiting.append((plan.least_us, number, plan))
+        elif not plan.over_bytes:
+            waiting.append((plan.choice.preference_us, number, plan))
+    heapq.heapify(waiting)
+    while waiting and len(seen) < MOST_PLAYED:
+        _, number, plan = heapq.heappop(waiting)
+        variant, starts, replicas = plan.of
+        if (variant, starts, replicas) in seen or (len(seen) >= FEWEST_PLAYED and _work(variant, replicas) > work):
+            continue
+        if isinstance(plan, EvenSplit):
+            found = plan.candidate()
+            if found is not None:
+                heapq.heappush(waiting, (found.choice.preference_us, number, found))
+            continue
+        seen.add((variant, starts, replicas))
+        work -= _work(variant, replicas)
+        yield plan
 
 
 def rank(
-    plans: Sequence[Candidate],
+    plans: Sequence[Candidate | EvenSplit],
     make: Callable[[Candidate], Deployment],
     graph: TaskGraph,
     costs: CostTable,
@@ -94,19 +121,12 @@ def rank(
 
     `others`: returns a plan under other schedules.
     """
-    work = MOST_WORK
-    fits = sorted((plan for plan in plans if not plan.over_bytes), key=lambda plan: plan.choice.preference_us)
     compared = _Compared(make, graph, costs, options)
-    seen = set()
-    for plan in fits:
-        what = (plan.choice.variant, plan.choice.starts, plan.choice.replicas)
-        if what in seen or len(seen) == MOST_PLAYED or (len(seen) >= FEWEST_PLAYED and _work(plan) > work):
-            continue
-        seen.add(what)
-        work -= _work(plan)
+    for plan in _considered(plans):
         compared.add(plan)
     alike = compared.delayed(others)
-    over = sorted((plan for plan in plans if plan.over_bytes), key=lambda plan: plan.over_bytes)
+    over = [plan for plan in plans if isinstance(plan, Candidate) and plan.over_bytes]
+    over.sort(key=lambda plan: plan.over_bytes)
     played = compared.played
     chosen, deployment = played[0].plan, compared.deployment
     told: dict[tuple[int, ...], Alternative] = {}
