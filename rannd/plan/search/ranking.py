@@ -13,8 +13,8 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.deployment import Alternative, Deployment
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, preference_us
-from rannd.plan.search.candidates import Candidate, EvenSplit
 from rannd.plan.schedule.schedules import DELAYING
+from rannd.plan.search.candidates import Candidate, EvenSplit
 from rannd.plan.simulate.layout import layout_and_costs, loss_layout
 from rannd.plan.simulate.least_time import least_us
 from rannd.plan.simulate.simulator import predict
