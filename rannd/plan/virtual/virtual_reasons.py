@@ -28,7 +28,9 @@ def why_one(asked: VirtualAsked, found: VirtualFound | None, against: Against | 
     best = min(found.played, key=lambda each: each.preference_us)
     slower = _slower(best, against.step_us)
     most, least = ("at most ", "at least ") if best.at_least else ("", "")
-    told = f"{most}{-slower:.1%} faster ({best.gain:.0%} are asked for)" if slower < 0 else f"{least}{slower:.1%} slower"
+    told = f"{least}{slower:.1%} slower"
+    if slower < 0:
+        told = f"{most}{-slower:.1%} faster ({best.gain:.0%} are asked for)"
     return Reason(VIRTUAL, "no", f"{best.shape.passes} per slot ({best.shape.mode.schedule}) {told}")
 
 
