@@ -84,7 +84,7 @@ def _work(variant: Variant, replicas: Sequence[int]) -> int:
 def _considered(plans: Sequence[Candidate | EvenSplit]) -> Iterator[Candidate]:
     """Yield the plans to simulate that fit, those with the smallest E first, without computing E of all of them."""
     work = MOST_WORK
-    seen = set()
+    seen: set[tuple[Variant, tuple[int, ...], tuple[int, ...]]] = set()
     waiting: list[tuple[float, int, Candidate | EvenSplit]] = []
     for number, plan in enumerate(plans):
         if isinstance(plan, EvenSplit):
