@@ -111,6 +111,8 @@ class Alternative(msgspec.Struct, frozen=True):
     """Memory of the fullest device."""
     over_bytes: int
     """Bytes above what a device may use; 0 if the plan fits."""
+    at_least: bool = False
+    """Whether `step_us` is a lower bound, with which the plan could not win, so that it was not simulated."""
 
 
 OFFLOAD = "offload"

@@ -38,7 +38,9 @@ def alternative_lines(deployment: Deployment) -> list[str]:
         if other.over_bytes:
             lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB too much on each device")
         elif deployment.step_us > 0:
-            lines.append(f"Not chosen: {other.name}: {max(other.step_us / deployment.step_us - 1, 0.0):.1%} slower")
+            slower = other.step_us / deployment.step_us - 1
+            least = "at least " if other.at_least else ""
+            lines.append(f"Not chosen: {other.name}: {least}{max(slower, 0.0):.1%} slower")
     return lines
 
 

@@ -317,9 +317,10 @@ def _why(deployment: Deployment) -> str:
 def _alternatives(deployment: Deployment) -> str:
     rows = []
     for other in deployment.alternatives:
-        slower = f"{other.step_us / deployment.step_us:.3f}x" if other.step_us and deployment.step_us else ""
+        least = "at least " if other.at_least else ""
+        slower = f"{least}{other.step_us / deployment.step_us:.3f}x" if other.step_us and deployment.step_us else ""
         what = f"does not fit: {_bytes(other.over_bytes)} too much" if other.over_bytes else ""
-        step = _ms(other.step_us) if other.step_us else ""
+        step = f"{least}{_ms(other.step_us)}" if other.step_us else ""
         rows.append((plain(other.name), step, slower, _bytes(other.most_bytes), what))
     batch = _count(deployment.batch_rows, "row")
     return _table((f"not chosen ({batch})", "step", "relative", "fullest device", "note"), rows)

@@ -45,6 +45,7 @@ class Machine:
         self.link, self.between = link, between or link
         self.several = bool(self.nodes[0] != self.nodes[-1]) and self.between != link
         """Whether nodes matter: there are several, and links between them differ."""
+        self._inside: dict[tuple[bytes, int], tuple[Mask, Mask, Mask]] = {}
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -65,11 +66,23 @@ class Machine:
         result: Mask = (borders[:, None] * replicas % self.world == 0).all(axis=0)
         return result
 
-    def same(self, first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> Mask:
-        """Whether slots are on the same node, pair by pair; a slot out of range counts as on every node."""
-        inside = (first >= 0) & (last < self.world)
-        a, b = np.clip(first, 0, self.world - 1), np.clip(last, 0, self.world - 1)
-        return np.where(inside, self.nodes[a] == self.nodes[b], True)
+    def inside(self, replicas: Counts, used: int) -> tuple[Mask, Mask, Mask]:
+        """Return for numbers of replicas of a stage before the last `used` slots what stays inside a node.
+
+        Activations from the slot before the stage, gradients from the slot after it, and reductions of the stage. What
+        comes from no slot does.
+        """
+        key = replicas.tobytes(), used
+        if key not in self._inside:
+            end = self.world - used
+            nodes, first = self.nodes, np.maximum(end - replicas, 0)
+            starts = nodes[first]
+            self._inside[key] = (
+                (first == 0) | (nodes[first - 1] == nodes[end - 1]),
+                (starts == nodes[end]) if used else np.ones(len(replicas), dtype=bool),
+                starts == nodes[end - 1],
+            )
+        return self._inside[key]
 
 
 def p2p_us(link: LinkCost, nbytes: Table) -> Table:

@@ -9,14 +9,19 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from rannd.plan.run_modes import preference_us
 from rannd.plan.search.stages import Choice, best_choice, e_of
 from rannd.plan.stage_costs.estimate import StageTables
+from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Counts
 
 EFFORT = 20_000
 """Effort of the search for each of them, see `stages.EFFORT`."""
 MOST = 9
 """Maximum number of stage counts to try."""
+
+_ROUNDING = 1e-9
+"""Part of E by which sums in another order differ at most, and more."""
 
 MakeTables = Callable[[Counts, float, bool], list[StageTables]]
 """Makes tables of all variants, from the allowed numbers of replicas, the bytes per device, and whether every stage
@@ -30,6 +35,11 @@ class Candidate(msgspec.Struct, frozen=True):
     table: StageTables
     over_bytes: int = 0
     """Bytes by which its memory exceeds the limit."""
+
+    @property
+    def of(self) -> tuple[Variant, tuple[int, ...], tuple[int, ...]]:
+        """What the plan is: its variant, first blocks and replicas."""
+        return self.choice.variant, self.choice.starts, self.choice.replicas
 
     @property
     def most_bytes(self) -> int:
@@ -53,6 +63,35 @@ class Candidate(msgspec.Struct, frozen=True):
         return f"{plan}, ZeRO {variant.zero}" if variant.zero else plan
 
 
+class EvenSplit(msgspec.Struct, frozen=True):
+    """Stages with about equally many operators and equally many replicas, whose E is not computed yet."""
+
+    table: StageTables
+    starts: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    @property
+    def of(self) -> tuple[Variant, tuple[int, ...], tuple[int, ...]]:
+        """What the plan is: its variant, first blocks and replicas."""
+        return self.table.variant, self.starts, self.replicas
+
+    @property
+    def least_us(self) -> float:
+        """A lower bound of E as it is compared (`preference_us`): of computing alone, as if nothing recomputed."""
+        table = self.table
+        ends = np.array([*self.starts[1:], table.blocks])
+        whole = table.forward_us + table.backward_us - table.weight_us
+        pieces = int(table.counts.pieces[table.column(self.replicas[0])])
+        own = whole[np.array(self.starts), ends]
+        us = (float(own.sum()) + (pieces - 1) * float(own.max())) * (1 - _ROUNDING)
+        return preference_us(table.variant.zero, us)
+
+    def candidate(self) -> Candidate | None:
+        """Return it with its E; None if it does not fit."""
+        choice = e_of(self.table, self.starts, self.replicas)
+        return candidate(choice, [self.table]) if choice is not None else None
+
+
 def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None = None) -> Candidate:
     """Return `choice` with its tables; `over`: the bytes per device, if it needs more."""
     table = next(table for table in tables if table.variant == choice.variant and table.has(choice.replicas))
@@ -74,7 +113,7 @@ def alike(tables: Sequence[StageTables], plan: Candidate) -> Iterator[Candidate]
 
 def candidates(
     make: MakeTables, allowed: Counts, world: int, limit: float, sizes: Sequence[int], stages: int
-) -> Iterator[Candidate]:
+) -> Iterator[Candidate | EvenSplit]:
     """Yield plans with 1, 2, 3 .. stages with equally many replicas: smallest E, and the most even split per variant.
 
     If none fits, the plan with the smallest E where all stages recompute is yielded with the memory it lacks.
@@ -96,8 +135,7 @@ def candidates(
         if choice is not None:
             yield candidate(choice, tables)
             even = even_starts(sizes, count)
-            splits = [e_of(table, even, (replicas,) * count) for table in tables] if even else []
-            yield from (candidate(split, tables) for split in splits if split is not None)
+            yield from (EvenSplit(table, even, (replicas,) * count) for table in tables if even)
             continue
         tables = make(only, math.inf, True)
         choice = best_choice(tables, stages=0, effort=EFFORT).choice

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -12,9 +13,12 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.deployment import Alternative, Deployment
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, preference_us
-from rannd.plan.search.candidates import Candidate
-from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
+from rannd.plan.schedule.schedules import DELAYING
+from rannd.plan.search.candidates import Candidate, EvenSplit
+from rannd.plan.simulate.layout import layout_and_costs, loss_layout
+from rannd.plan.simulate.least_time import least_us
 from rannd.plan.simulate.simulator import predict
+from rannd.plan.stage_costs.variant import Variant
 from rannd.profile.costs import CostTable
 
 MOST_PLAYED = 32
@@ -29,10 +33,12 @@ MOST_TOLD = 8
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """A plan with its simulated step time in microseconds."""
+    """A plan with its simulated step time in microseconds, or what that is at least."""
 
     step_us: float
     plan: Candidate
+    at_least: bool = False
+    """Whether `step_us` is a lower bound, with which the plan cannot win, so that it was not simulated."""
 
 
 class Ranking(msgspec.Struct, frozen=True):
@@ -41,27 +47,69 @@ class Ranking(msgspec.Struct, frozen=True):
     deployment: Deployment
     chosen: Candidate
     played: tuple[Simulated, ...]
-    """All that were simulated, the chosen one included, in the order of preference."""
+    """All that were simulated or cannot win, the chosen one included, in the order of preference."""
     over: tuple[Candidate, ...]
     """Those that do not fit, the smallest first."""
 
 
 def simulated_us(graph: TaskGraph, costs: CostTable, deployment: Deployment, options: PlanOptions) -> float:
     """Return the simulated step time of a deployment. The options say when and in which type gradients are reduced."""
-    overlap = not options.sync_allreduce
-    links = costs.link, costs.between
-    given = step_costs(graph, deployment, *links, overlap=overlap, options=options, runtime=costs.runtime)
-    return predict(deployment.schedule, loss_layout(layout_of(graph, deployment)), given).step_us
+    return _Played(graph, costs, deployment, options).step_us()
 
 
-def _work(plan: Candidate) -> int:
+class _Played:
+    """A deployment as the simulator has it."""
+
+    def __init__(self, graph: TaskGraph, costs: CostTable, deployment: Deployment, options: PlanOptions) -> None:
+        self.deployment = deployment
+        links, overlap = (costs.link, costs.between), not options.sync_allreduce
+        layout, self.costs = layout_and_costs(
+            graph, deployment, *links, overlap=overlap, options=options, runtime=costs.runtime
+        )
+        self.layout = loss_layout(layout)
+
+    def step_us(self) -> float:
+        """Return the simulated time of a step."""
+        return predict(self.deployment.schedule, self.layout, self.costs, memory=False).step_us
+
+    def least_us(self, *, delays: bool) -> float:
+        """Return a lower bound of it, for schedules that delay gradients of parameters and for those that do not."""
+        return least_us(self.layout, self.costs, delayed=self.costs.split if delays else ())
+
+
+def _work(variant: Variant, replicas: Sequence[int]) -> int:
     """Return the microbatches times stages of a simulation, where identical parts of the job count once."""
-    replicas = plan.choice.replicas
-    return plan.choice.variant.microbatches * sum(replicas) * len(replicas) // math.gcd(*replicas)
+    return variant.microbatches * sum(replicas) * len(replicas) // math.gcd(*replicas)
+
+
+def _considered(plans: Sequence[Candidate | EvenSplit]) -> Iterator[Candidate]:
+    """Yield the plans to simulate that fit, those with the smallest E first, without computing E of all of them."""
+    work = MOST_WORK
+    seen: set[tuple[Variant, tuple[int, ...], tuple[int, ...]]] = set()
+    waiting: list[tuple[float, int, Candidate | EvenSplit]] = []
+    for number, plan in enumerate(plans):
+        if isinstance(plan, EvenSplit):
+            waiting.append((plan.least_us, number, plan))
+        elif not plan.over_bytes:
+            waiting.append((plan.choice.preference_us, number, plan))
+    heapq.heapify(waiting)
+    while waiting and len(seen) < MOST_PLAYED:
+        _, number, plan = heapq.heappop(waiting)
+        variant, starts, replicas = plan.of
+        if (variant, starts, replicas) in seen or (len(seen) >= FEWEST_PLAYED and _work(variant, replicas) > work):
+            continue
+        if isinstance(plan, EvenSplit):
+            found = plan.candidate()
+            if found is not None:
+                heapq.heappush(waiting, (found.choice.preference_us, number, found))
+            continue
+        seen.add((variant, starts, replicas))
+        work -= _work(variant, replicas)
+        yield plan
 
 
 def rank(
-    plans: Sequence[Candidate],
+    plans: Sequence[Candidate | EvenSplit],
     make: Callable[[Candidate], Deployment],
     graph: TaskGraph,
     costs: CostTable,
@@ -74,37 +122,89 @@ def rank(
 
     `others`: returns a plan under other schedules.
     """
-    work = MOST_WORK
-    fits = sorted((plan for plan in plans if not plan.over_bytes), key=lambda plan: plan.choice.preference_us)
-    played: list[tuple[float, int, Candidate, Deployment]] = []
-    seen = set()
-    for plan in fits:
-        what = (plan.choice.variant, plan.choice.starts, plan.choice.replicas)
-        if what in seen or len(played) == MOST_PLAYED or (len(played) >= FEWEST_PLAYED and _work(plan) > work):
-            continue
-        seen.add(what)
-        work -= _work(plan)
-        deployment = make(plan)
-        step_us = simulated_us(graph, costs, deployment, options)
-        played.append((step_us, len(played), plan, deployment))
-    played.sort(key=lambda each: (preference_us(each[2].choice.variant.zero, each[0]), each[1]))
-    several = [plan for _, _, plan, _ in played if len(plan.choice.replicas) > 1][:MOST_ALIKE]
-    alike: list[Simulated] = []
-    for other in [each for plan in several for each in others(plan)]:
-        deployment = make(other)
-        step_us = simulated_us(graph, costs, deployment, options)
-        alike.append(Simulated(step_us, other))
-        if step_us < (1 - LEAST_GAIN) * played[0][0]:
-            played.insert(0, (step_us, len(played), other, deployment))
-    step_us, _, chosen, deployment = played[0]
+    compared = _Compared(make, graph, costs, options)
+    for plan in _considered(plans):
+        compared.add(plan)
+    alike = compared.delayed(others)
+    over = [plan for plan in plans if isinstance(plan, Candidate) and plan.over_bytes]
+    over.sort(key=lambda plan: plan.over_bytes)
+    played = compared.played
+    chosen, deployment = played[0].plan, compared.deployment
     told: dict[tuple[int, ...], Alternative] = {}
     """The best plan for each tuple of replicas, with its own cuts and microbatches."""
-    for other_us, _, plan, _ in played[1:]:
+    for other in played[1:]:
+        plan = other.plan
         if plan.choice.replicas != chosen.choice.replicas:
-            told.setdefault(plan.choice.replicas, Alternative(plan.name, other_us, plan.most_bytes, 0))
-    over = sorted((plan for plan in plans if plan.over_bytes), key=lambda plan: plan.over_bytes)
+            found = Alternative(plan.name, other.step_us, plan.most_bytes, 0, other.at_least)
+            told.setdefault(plan.choice.replicas, found)
     for plan in over:
         told.setdefault(plan.choice.replicas, Alternative(plan.name, 0.0, plan.most_bytes, plan.over_bytes))
-    deployment = replace(deployment, step_us=step_us, alternatives=tuple(told.values())[:MOST_TOLD])
-    simulated = [Simulated(step_us, plan) for step_us, _, plan, _ in played]
-    return Ranking(deployment, chosen, (*simulated, *(each for each in alike if each.plan is not chosen)), tuple(over))
+    deployment = replace(deployment, step_us=played[0].step_us, alternatives=tuple(told.values())[:MOST_TOLD])
+    return Ranking(deployment, chosen, (*played, *(each for each in alike if each.plan is not chosen)), tuple(over))
+
+
+class _Compared:
+    """Simulates plans, unless the best one so far is better than they can be."""
+
+    def __init__(
+        self, make: Callable[[Candidate], Deployment], graph: TaskGraph, costs: CostTable, options: PlanOptions
+    ) -> None:
+        self._make, self._graph, self._costs, self._options = make, graph, costs, options
+        self.played: list[Simulated] = []
+        """In the order of preference once `delayed` was called."""
+        self._least: dict[int, float] = {}
+        """Lower bounds of what plans take if they delay gradients of parameters, by their places in `played`."""
+        self._below = math.inf
+        """Preference of the best one."""
+
+    def add(self, plan: Candidate) -> None:
+        """Simulate a plan, if it may be better than all before."""
+        given = self._given(plan)
+        if len(plan.choice.replicas) > 1:
+            self._least[len(self.played)] = given.least_us(delays=True)
+        delays = plan.choice.variant.schedule in DELAYING
+        found = Simulated(given.least_us(delays=delays), plan, at_least=True)
+        if _preference(found) < self._below:
+            found = Simulated(given.step_us(), plan)
+        if _preference(found) < self._below:
+            self._below, self.deployment = _preference(found), given.deployment
+        self.played.append(found)
+
+    def delayed(self, others: Callable[[Candidate], Iterable[Candidate]]) -> list[Simulated]:
+        """Sort the plans, compare the best with the same ones under other schedules, and return these.
+
+        The fastest of those that save enough comes first of all plans then.
+        """
+        order = sorted(range(len(self.played)), key=lambda place: (_preference(self.played[place]), place))
+        self.played, places = [self.played[place] for place in order], order
+        below = (1 - LEAST_GAIN) * self.played[0].step_us
+        alike: list[Simulated] = []
+        simulated, best = 0, None
+        several = [(place, each) for place, each in zip(places, self.played, strict=True) if place in self._least]
+        for number, (place, each) in enumerate(several):
+            simulated += not each.at_least
+            # Of those that were not simulated any may be among the fastest of them.
+            promising = self._least[place] < below and (each.at_least or simulated <= MOST_ALIKE)
+            if not promising and number >= MOST_ALIKE:
+                continue
+            for other in others(each.plan):
+                found = Simulated(self._least[place], other, at_least=True)
+                if promising:
+                    given = self._given(other)
+                    least = given.least_us(delays=True)
+                    found = Simulated(least, other, at_least=True)
+                    if least < below:
+                        found = Simulated(given.step_us(), other)
+                    if found.step_us < below:
+                        below, best, self.deployment = found.step_us, found, given.deployment
+                alike.append(found)
+        if best is not None:
+            self.played.insert(0, best)
+        return alike
+
+    def _given(self, plan: Candidate) -> _Played:
+        return _Played(self._graph, self._costs, self._make(plan), self._options)
+
+
+def _preference(each: Simulated) -> float:
+    return preference_us(each.plan.choice.variant.zero, each.step_us)

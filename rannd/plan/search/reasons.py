@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -216,7 +217,8 @@ def _compared(
     own, zero, step_us = value(ranking.chosen), _shared(ranking.chosen), ranking.deployment.step_us
     best: dict[_Value, str] = {}
     for each in sorted(ranking.played, key=lambda each: each.step_us):
-        best.setdefault(value(each.plan), f"{_with(each.plan, zero, whole)}{_relative(each.step_us, step_us)}")
+        relative = _relative(each.step_us, step_us, at_least=each.at_least)
+        best.setdefault(value(each.plan), f"{_with(each.plan, zero, whole)}{relative}")
     for plan in ranking.over:
         best.setdefault(value(plan), f"{_with(plan, zero, whole)}{amount(plan.over_bytes, 3)} too much")
     told = [f"{name(other)} {text}" for other, text in best.items() if other != own]
@@ -228,13 +230,17 @@ def _with(plan: Candidate, zero: int, whole: bool) -> str:
     return f"with ZeRO {_shared(plan)} " if whole and _shared(plan) not in (0, zero) else ""
 
 
-def _relative(other_us: float, step_us: float) -> str:
+def _relative(other_us: float, step_us: float, *, at_least: bool = False) -> str:
+    """Compare two times; `at_least`: the other one is a lower bound."""
     ratio = other_us / step_us - 1 if step_us else 0.0
+    if at_least:  # rounded down, as it is told
+        ratio = math.floor(ratio * 1000) / 1000 if ratio < 1 else math.floor(ratio * 10) / 10
     if abs(ratio) < 0.0005:
-        return "as fast"
+        return "not faster" if at_least else "as fast"
     if ratio < 0:
-        return f"{-ratio:.1%} faster ({_GAIN} are asked for)"
-    return f"{ratio:.1%} slower" if ratio < 1 else f"{ratio + 1:.1f} times as slow"
+        return f"{'at most ' * at_least}{-ratio:.1%} faster ({_GAIN} are asked for)"
+    slower = f"{ratio:.1%} slower" if ratio < 1 else f"{ratio + 1:.1f} times as slow"
+    return f"at least {slower}" if at_least else slower
 
 
 def _lacking(ranking: Ranking, need: Need | None) -> str:

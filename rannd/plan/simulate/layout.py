@@ -35,14 +35,17 @@ def layout_of(graph: TaskGraph, deployment: Deployment) -> Layout:
     Raises:
         DeploymentError: The ops of the deployment are not those of the graph.
     """
-    sizes, grads = _edge_sizes(graph, deployment)
+    return _layout(deployment, _Placed(graph, deployment))
+
+
+def _layout(deployment: Deployment, placed: _Placed) -> Layout:
     return Layout(
         world=len(deployment.slots),
         microbatches=deployment.microbatches,
         stages=tuple(stage.slots for stage in deployment.stages),
-        edges=tuple(sorted(sizes)),
-        grad_edges=tuple(sorted(grads)),
-        tied=tuple(sorted(stages for stages in _trained_bytes(graph, deployment) if len(stages) > 1)),
+        edges=tuple(sorted(placed.sizes)),
+        grad_edges=tuple(sorted(placed.grads)),
+        tied=tuple(sorted(stages for stages in placed.trained() if len(stages) > 1)),
     )
 
 
@@ -63,7 +66,21 @@ def step_costs(
     options: PlanOptions | None = None,
     runtime: RuntimeCost = RuntimeCost(),  # noqa: B008  (frozen)
 ) -> StepCosts:
-    """Return the costs of the actions of a Program of `deployment`, from its estimates and the links.
+    """Return the costs of the actions of a Program of `deployment`, see `layout_and_costs`."""
+    return layout_and_costs(graph, deployment, link, between, overlap=overlap, options=options, runtime=runtime)[1]
+
+
+def layout_and_costs(
+    graph: TaskGraph,
+    deployment: Deployment,
+    link: LinkCost,
+    between: LinkCost | None = None,
+    *,
+    overlap: bool = True,
+    options: PlanOptions | None = None,
+    runtime: RuntimeCost = RuntimeCost(),  # noqa: B008  (frozen)
+) -> tuple[Layout, StepCosts]:
+    """Return the layout of `deployment`, and the costs of the actions of its Program, from its estimates and the links.
 
     If the backward is split, what a microbatch receives and sends counts until the second half is done.
 
@@ -75,12 +92,15 @@ def step_costs(
         overlap: Whether gradients are reduced in buckets during the last backward.
         options: Say in which type gradients are reduced; None: in that of the parameters.
         runtime: What the runtime takes itself; estimates have its part of each action.
+
+    Raises:
+        DeploymentError: The ops of the deployment are not those of the graph.
     """
-    layout = layout_of(graph, deployment)
+    placed = _Placed(graph, deployment)
+    layout = _layout(deployment, placed)
     rows = piece_rows(deployment.batch_rows, layout.world, layout.microbatches)
-    sizes, grads = _edge_sizes(graph, deployment)
-    trained = _trained_bytes(graph, deployment)
-    reduced = _trained_bytes(graph, deployment, options or PlanOptions())
+    sizes, grads = placed.sizes, placed.grads
+    trained, reduced = placed.trained(), placed.trained(options or PlanOptions())
     pieces = [math.ceil(layout.pieces_total / len(slots)) for slots in layout.stages]
     estimates = [stage.estimate for stage in deployment.stages]
     kept, later, working = [], [], []
@@ -118,7 +138,7 @@ def step_costs(
         forward, backward = computing(deployment.zero, *times, np.array(gather), each.fetch_us, gathers=often)
         forwards.append(float(forward))
         backwards.append(float(backward))
-    return StepCosts(
+    return layout, StepCosts(
         forward_us=tuple(forwards),
         backward_us=tuple(backwards),
         weight_us=tuple(each.weight_us / count for each, count in zip(estimates, pieces, strict=True)),
@@ -166,39 +186,41 @@ def _stages_of(graph: TaskGraph, deployment: Deployment) -> list[int]:
     return [stage_of_name[op.name] for op in graph.ops]
 
 
-def _trained_bytes(
-    graph: TaskGraph, deployment: Deployment, options: PlanOptions | None = None
-) -> dict[tuple[int, ...], int]:
-    """Return the bytes of trainable parameters, by the stages that read them; with `options` of what is reduced."""
-    readers: dict[int, set[int]] = defaultdict(set)
-    for op, stage in zip(graph.ops, _stages_of(graph, deployment), strict=True):
-        for read in op.params:
-            readers[read].add(stage)
-    found: dict[tuple[int, ...], int] = defaultdict(int)
-    for index, stages in readers.items():
-        param = graph.params[index]
-        if param.trainable:
-            factor = 1.0 if options is None else state_weights(param.itemsize, options).reduced
-            found[tuple(sorted(stages))] += int(param.bytes * factor)
-    return dict(found)
+class _Placed:
+    """What the stages of a deployment send each other, and which parameters they read."""
 
+    def __init__(self, graph: TaskGraph, deployment: Deployment) -> None:
+        """DeploymentError: the ops of the deployment are not those of the graph."""
+        self._graph = graph
+        stage_of = _stages_of(graph, deployment)
+        last = len(deployment.stages)
+        readers: dict[int, set[int]] = defaultdict(set)
+        targets: dict[int, set[int]] = defaultdict(set)
+        for op, stage in zip(graph.ops, stage_of, strict=True):
+            for read in op.params:
+                readers[read].add(stage)
+            for read in op.inputs:
+                targets[read].add(stage)
+        self._readers = {index: tuple(sorted(stages)) for index, stages in readers.items()}
+        sizes: dict[Edge, Size] = defaultdict(Size)
+        grads: dict[Edge, Size] = defaultdict(Size)
+        for index, value in enumerate(graph.values):
+            home = stage_of[value.producer] if value.producer >= 0 else -1
+            if value.is_output and value.is_sent and home >= 0:
+                targets[index].add(last)
+            for target in targets[index] - {home}:
+                sizes[home, target] += value.bytes
+                if value.requires_grad:
+                    grads[home, target] += value.bytes
+        self.sizes, self.grads = dict(sizes), dict(grads)
+        """Bytes of the activations, and of the gradients, that go over each edge."""
 
-def _edge_sizes(graph: TaskGraph, deployment: Deployment) -> tuple[dict[Edge, Size], dict[Edge, Size]]:
-    """Return the bytes of the activations, and of the gradients, that go over each edge."""
-    stage_of = _stages_of(graph, deployment)
-    last = len(deployment.stages)
-    targets: dict[int, set[int]] = defaultdict(set)
-    for index, op in enumerate(graph.ops):
-        for read in op.inputs:
-            targets[read].add(stage_of[index])
-    sizes: dict[Edge, Size] = defaultdict(Size)
-    grads: dict[Edge, Size] = defaultdict(Size)
-    for index, value in enumerate(graph.values):
-        home = stage_of[value.producer] if value.producer >= 0 else -1
-        if value.is_output and value.is_sent and home >= 0:
-            targets[index].add(last)
-        for target in targets[index] - {home}:
-            sizes[home, target] += value.bytes
-            if value.requires_grad:
-                grads[home, target] += value.bytes
-    return dict(sizes), dict(grads)
+    def trained(self, options: PlanOptions | None = None) -> dict[tuple[int, ...], int]:
+        """Return bytes of trainable parameters, by the stages that read them; with `options` of what is reduced."""
+        found: dict[tuple[int, ...], int] = defaultdict(int)
+        for index, stages in self._readers.items():
+            param = self._graph.params[index]
+            if param.trainable:
+                factor = 1.0 if options is None else state_weights(param.itemsize, options).reduced
+                found[stages] += int(param.bytes * factor)
+        return dict(found)

@@ -30,7 +30,7 @@ class Simulation(msgspec.Struct, frozen=True):
     idle_us: tuple[float, ...]
     """The rest of the step: waiting, transfers, reductions."""
     peak_bytes: tuple[int, ...]
-    """Peak memory."""
+    """Peak memory; empty if only times were asked for."""
     events: tuple[Event, ...] = ()
     """What ran on each slot, in order; empty unless recorded."""
 
@@ -46,16 +46,20 @@ def simulate(program: Program, costs: StepCosts, *, record: bool = False) -> Sim
     return _simulation(program.layout, costs, play(program, costs, record=record), peaks, record=record)
 
 
-def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
+def predict(schedule: str, layout: Layout, costs: StepCosts, *, memory: bool = True) -> Simulation:
     """Return what `simulate` predicts for `layout` under `schedule`, much faster for large jobs.
+
+    `memory`: whether peaks are asked for, too.
 
     Raises:
         PlanError: The schedule is not known.
     """
-    return predict_order(lambda part: planned_program(schedule, part, costs.split), layout, costs)
+    return predict_order(lambda part: planned_program(schedule, part, costs.split), layout, costs, memory=memory)
 
 
-def predict_order(make: Callable[[Layout], Program], layout: Layout, costs: StepCosts) -> Simulation:
+def predict_order(
+    make: Callable[[Layout], Program], layout: Layout, costs: StepCosts, *, memory: bool = True
+) -> Simulation:
     """Return what `simulate` predicts for the Program that `make` returns for `layout`, or for an equal part of it."""
     world = layout.world
     ends, busy = [0.0] * world, [0.0] * world
@@ -72,7 +76,7 @@ def predict_order(make: Callable[[Layout], Program], layout: Layout, costs: Step
         for own in range(repeat.block.slot_count):
             inside = own < repeat.block.world
             sends = 0.0 if inside else max(played.links[own].values(), default=0.0)
-            gets = 0 if inside else received_bytes(program, part, own)
+            gets = 0 if inside or not memory else received_bytes(program, part, own)
             for place in repeat.places:
                 slot = place[own]
                 ends[slot] = max(ends[slot], played.ends[own])
@@ -84,10 +88,11 @@ def predict_order(make: Callable[[Layout], Program], layout: Layout, costs: Step
         programs.append((program, part))
     if any(until > max(end for _, end in own) for until, own in zip(given, last, strict=True)):
         # Sending inputs may delay what a slot sends in its own block: blocks are not independent.
-        return simulate(make(layout), costs)
+        whole = make(layout)
+        return simulate(whole, costs) if memory else _simulation(layout, costs, play(whole, costs), (), record=False)
     known: dict[tuple[int, int, int], int] = {}
     peaks = []
-    for (number, own), more in zip(home, late, strict=True):
+    for (number, own), more in zip(home, late, strict=True) if memory else ():
         if (number, own, more) not in known:
             known[number, own, more] = peak_bytes(*programs[number], own, late=more)
         peaks.append(known[number, own, more])

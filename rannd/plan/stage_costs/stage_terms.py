@@ -128,7 +128,7 @@ class StageTerms:
         """Return the terms of all stages that end before block `end`, if later stages have `used` devices.
 
         Tables are ``[start, number of replicas]`` for ``start < end`` and the numbers up to the devices that are left;
-        a stage that starts with block 0 takes them all, any other leaves at least one.
+        a stage that starts with block 0 takes them all, any other leaves at least one, and not more than can be used.
         """
         key = (end, used)
         found = self._known.get(key)
@@ -153,6 +153,8 @@ class StageTerms:
         whole = self.replicas[:fit] == left
         cut.fill[0, ~whole] = np.inf
         cut.fill[1:, whole] = np.inf
+        # Each earlier stage needs a block, and takes no more devices than the largest number of replicas.
+        cut.fill[left - self.replicas[:fit] > np.arange(end)[:, None] * self.replicas[-1]] = np.inf
         if end == self.blocks and used == 0 and self.world in self._column:
             self._alone(cut)
         return cut
@@ -220,13 +222,7 @@ class StageTerms:
 
     def links(self, used: int) -> tuple[Mask, Mask, Mask]:
         """Whether activations, gradients, reductions stay inside nodes, for stages before the last `used` slots."""
-        end = np.full(len(self.replicas), self.world - used)
-        start = end - self.replicas
-        return (
-            self.machine.same(start - 1, end - 1),
-            self.machine.same(start, end),
-            self.machine.same(start, end - 1),
-        )
+        return self.machine.inside(self.replicas, used)
 
     def _exposed(self, end: int, backward: Table, inside: Mask | None) -> Table:
         """Return the reduction left after the last microbatch's backward: what did not overlap, and the last bucket."""

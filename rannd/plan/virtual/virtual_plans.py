@@ -23,7 +23,8 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
 from rannd.plan.schedule.in_flight import Flight, Flights, flights
 from rannd.plan.schedule.program import Layout
-from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
+from rannd.plan.simulate.layout import layout_and_costs, loss_layout, piece_rows
+from rannd.plan.simulate.least_time import least_us
 from rannd.plan.simulate.simulator import Simulation, predict
 from rannd.plan.simulate.step_costs import StepCosts
 from rannd.plan.slot_memory import together
@@ -69,6 +70,7 @@ class VirtualPlans:
         self.may_begin = np.array(cut_places(graph, [block.ops for block in blocks]))
         self._tables: dict[object, StageTables] = {}
         self._cuts: dict[object, SlotCuts | None] = {}
+        self._fitted: dict[tuple[Shape, tuple[int, ...]], tuple[list[StagePart], int]] = {}
 
     @property
     def world(self) -> int:
@@ -212,6 +214,12 @@ class VirtualPlans:
 
         Slots that would not fit recompute, as little as does, or all.
         """
+        key = shape, tuple(starts)
+        if key not in self._fitted:
+            self._fitted[key] = self._fit(shape, starts)
+        return self._fitted[key]
+
+    def _fit(self, shape: Shape, starts: Sequence[int]) -> tuple[list[StagePart], int]:
         table, homes = self.table(shape), shape.homes
         spans = list(zip(starts, (*starts[1:], len(self.blocks)), strict=True))
         apart = table.memory.state.apart
@@ -348,7 +356,10 @@ class VirtualPlans:
 
     def step_costs(self, deployment: Deployment, *, host_us: float = 0.0) -> StepCosts:
         """Return the costs of the actions of a deployment, each of which takes `host_us` of its host."""
-        costs = step_costs(
+        return self._laid_out(deployment, host_us)[1]
+
+    def _laid_out(self, deployment: Deployment, host_us: float) -> tuple[Layout, StepCosts]:
+        layout, costs = layout_and_costs(
             self.graph,
             deployment,
             self.costs.link,
@@ -357,9 +368,13 @@ class VirtualPlans:
             options=self.options,
             runtime=self.costs.runtime,
         )
-        return msgspec.structs.replace(costs, host_us=host_us)
+        return loss_layout(layout), msgspec.structs.replace(costs, host_us=host_us)
 
-    def simulated(self, deployment: Deployment, *, host_us: float = 0.0) -> Simulation:
-        """Simulate a step of a deployment, also of one with one stage per slot."""
-        layout = loss_layout(layout_of(self.graph, deployment))
-        return predict(deployment.schedule, layout, self.step_costs(deployment, host_us=host_us))
+    def simulated(self, deployment: Deployment, *, host_us: float = 0.0, memory: bool = False) -> Simulation:
+        """Simulate a step of a deployment, also of one with one stage per slot. `memory`: peaks are asked for, too."""
+        return predict(deployment.schedule, *self._laid_out(deployment, host_us), memory=memory)
+
+    def least_us(self, deployment: Deployment, *, host_us: float = 0.0) -> float:
+        """Return a lower bound of its simulated time."""
+        layout, costs = self._laid_out(deployment, host_us)
+        return least_us(layout, costs, delayed=costs.split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from rannd.plan.deployment import OFFLOAD_REASONS, Reason
@@ -25,8 +26,11 @@ def why_one(asked: VirtualAsked, found: VirtualFound | None, against: Against | 
     if not found.played:
         return Reason(VIRTUAL, "no", f"by the closed form, none saves the {VIRTUAL_GAIN:.0%} that are asked for")
     best = min(found.played, key=lambda each: each.preference_us)
-    ratio = best.step_us / against.step_us
-    told = f"{1 - ratio:.1%} faster ({best.gain:.0%} are asked for)" if ratio < 1 else f"{ratio - 1:.1%} slower"
+    slower = _slower(best, against.step_us)
+    most, least = ("at most ", "at least ") if best.at_least else ("", "")
+    told = f"{least}{slower:.1%} slower"
+    if slower < 0:
+        told = f"{most}{-slower:.1%} faster ({best.gain:.0%} are asked for)"
     return Reason(VIRTUAL, "no", f"{best.shape.passes} per slot ({best.shape.mode.schedule}) {told}")
 
 
@@ -65,8 +69,9 @@ def _common(found: VirtualFound, plan: VirtualPlan) -> tuple[Reason, ...]:
     def compared(value: Callable[[VirtualPlan], str]) -> str:
         best: dict[str, str] = {}
         for each in sorted(found.played, key=lambda each: each.step_us):
-            ratio = each.step_us / plan.step_us - 1
-            relative = f"{ratio:.1%} slower" if ratio >= 0 else f"{-ratio:.1%} faster (not by enough)"
+            slower = _slower(each, plan.step_us)
+            most, least = ("at most ", "at least ") if each.at_least else ("", "")
+            relative = f"{least}{slower:.1%} slower" if slower >= 0 else f"{most}{-slower:.1%} faster (not by enough)"
             best.setdefault(value(each), f"{value(each)} {relative}")
         told = [text for other, text in best.items() if other != value(plan)]
         return "of the simulated plans with several per slot: " + (", ".join(told[:MOST_COMPARED]) or "all have it")
@@ -81,6 +86,12 @@ def _common(found: VirtualFound, plan: VirtualPlan) -> tuple[Reason, ...]:
             compared(lambda each: f"ZeRO {each.shape.mode.zero}" if each.shape.mode.zero else "without"),
         ),
     )
+
+
+def _slower(plan: VirtualPlan, step_us: float) -> float:
+    """By what part of a step a plan is slower, or is at least (rounded down, as it is told)."""
+    ratio = plan.step_us / step_us - 1
+    return math.floor(ratio * 1000) / 1000 if plan.at_least else ratio
 
 
 def _recompute(plan: VirtualPlan, options: PlanOptions | None) -> Reason:

@@ -47,6 +47,8 @@ class VirtualPlan(msgspec.Struct, frozen=True):
     """Simulated time of a step, with `HOST_US`."""
     gain: float
     """What it has to save to be preferred (`virtual_gain`)."""
+    at_least: bool = False
+    """Whether `step_us` is a lower bound, with which the plan cannot win, so that it was not simulated."""
 
     @property
     def preference_us(self) -> float:
@@ -59,7 +61,7 @@ class VirtualFound(msgspec.Struct, frozen=True):
     best: VirtualPlan | None
     """The preferred one of those that fit and beat what they had to."""
     played: tuple[VirtualPlan, ...]
-    """All that were simulated."""
+    """All that were simulated or cannot win."""
     least_bytes: int
     """Bytes of the fullest device of the smallest plan that was made; 0: none was made."""
 
@@ -198,16 +200,22 @@ class _Search:
         return False
 
     def _simulate(self, shape: Shape, cuts: SlotCuts) -> float:
-        """Simulate a plan, unless it cannot win or enough were simulated (0); returns its time / the closed form."""
+        """Simulate a plan, unless it cannot win or enough were simulated (0).
+
+        Returns its time, or what that is at least, / the closed form.
+        """
         plans, work = self.plans, shape.pieces * shape.stages
         enough = len(self.played) >= MOST_PLAYED or work > self.work
         if self._too_slow(shape, cuts) or (enough and self.played):
             return 0.0
-        self.work -= work
         parts, _ = plans.fitted(shape, cuts.starts)
         deployment = replace(plans.deployment(shape, parts), e_us=cuts.e_us)
-        step_us = plans.simulated(deployment, host_us=HOST_US).step_us
-        found = VirtualPlan(shape, deployment, step_us, self._gain(shape))
+        step_us = plans.least_us(deployment, host_us=HOST_US)
+        found = VirtualPlan(shape, deployment, step_us, self._gain(shape), at_least=True)
+        if found.preference_us < self.below:
+            self.work -= work
+            step_us = plans.simulated(deployment, host_us=HOST_US).step_us
+            found = VirtualPlan(shape, deployment, step_us, self._gain(shape))
         self.played.append(found)
         if found.preference_us < self.below:
             self.best, self.below = found, found.preference_us

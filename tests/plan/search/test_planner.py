@@ -227,10 +227,11 @@ def test_of_the_best_plans_the_fastest_is_taken_and_the_others_are_told() -> Non
     assert [other.name for other in free.alternatives] == ["2 stages x 2, 32 microbatches", "4 stages, 32 microbatches"]
     for other, stages in zip(free.alternatives, (2, 4), strict=True):
         forced = deploy(graph, 4, partition_num=stages, replica_num=4 // stages, ranked=True)
-        assert other.step_us == forced.step_us >= free.step_us
+        assert other.at_least, "it cannot win, and was not simulated"
+        assert free.step_us <= other.step_us <= forced.step_us
         assert other.most_bytes == max(stage.estimate.total_bytes for stage in forced.stages)
         assert other.over_bytes == 0
-    slower = [f"{other.step_us / free.step_us - 1:.1%} slower" for other in free.alternatives]
+    slower = [f"at least {other.step_us / free.step_us - 1:.1%} slower" for other in free.alternatives]
     assert [line.rpartition(": ")[2] for line in alternative_lines(free)] == slower
 
 

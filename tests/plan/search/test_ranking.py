@@ -1,0 +1,95 @@
+"""Plans that the ranking does not simulate could not have won: everything simulated chooses the same plan."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from plan_graphs import chain
+from plan_instances import PLENTY, Instance, deploy
+
+from rannd.errors import DoesNotFitError
+from rannd.plan.deployment import Deployment
+from rannd.plan.plan_lines import alternative_lines
+from rannd.plan.plan_text import show
+from rannd.plan.search import ranking
+from rannd.plan.search.candidates import EvenSplit
+from rannd.plan.search.planner import plan
+from rannd.plan.search.ranking import rank
+from rannd.plan.search.stages import e_of
+
+
+def ranked(instance: Instance, memory: int) -> Deployment:
+    return plan(
+        instance.graph,
+        instance.blocks,
+        instance.costs,
+        world=instance.world,
+        slots=instance.slots,
+        batch_rows=instance.batch_rows,
+        memory_bytes=memory,
+        options=instance.options,
+        interleaved=instance.interleaved,
+        ranked=True,
+    )
+
+
+def test_what_is_not_simulated_would_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = seen = 0
+    for seed in range(40):
+        instance = Instance(seed, world=8, ops=9)
+        limits = [PLENTY]
+        try:
+            ranked(instance, 1)
+        except DoesNotFitError as exc:
+            limits += [math.ceil(exc.needed * 1.02), math.ceil(exc.needed * 1.5)]
+        for limit in limits:
+            found = ranked(instance, limit)
+            with monkeypatch.context() as patch:
+                patch.setattr(ranking, "least_us", lambda *given, **items: 0.0)
+                whole = ranked(instance, limit)
+            assert not any(other.at_least for other in whole.alternatives)
+            assert (found.stages, found.schedule, found.zero) == (whole.stages, whole.schedule, whole.zero), seed
+            assert (found.step_us, found.e_us, found.microbatches) == (whole.step_us, whole.e_us, whole.microbatches)
+            left_out += sum(other.at_least for other in found.alternatives)
+            took = {other.name: other.step_us for other in whole.alternatives if not other.over_bytes}
+            for other in found.alternatives:
+                names = [each.name for each in (*found.alternatives, *whole.alternatives)]
+                if other.name in took and names.count(other.name) == 2:  # (1, 3) and (3, 1) replicas have one name
+                    seen += 1
+                    exact = took[other.name]
+                    assert other.step_us <= exact if other.at_least else other.step_us == exact, seed
+    assert left_out > 50
+    assert seen > 50
+
+
+def test_e_of_an_even_split_is_at_least_what_it_waits_for_its_turn_with() -> None:
+    tried = 0
+    given: list[list[object]] = []
+
+    def noted(plans: list[object], *others: object) -> object:
+        given.append(plans)
+        return rank(plans, *others)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rannd.plan.search.planner.rank", noted)
+        for seed in range(40):
+            ranked(Instance(seed, world=8, ops=9), PLENTY)
+    for plans in given:
+        for each in plans:
+            if isinstance(each, EvenSplit):
+                choice = e_of(each.table, each.starts, each.replicas)
+                if choice is not None:
+                    tried += 1
+                    assert each.least_us <= choice.preference_us
+    assert tried > 100
+
+
+def test_what_cannot_win_is_told_as_such() -> None:
+    found = deploy(chain(8, param=100_000), 4, ranked=True)
+    assert found.alternatives
+    assert all(other.at_least for other in found.alternatives)
+    assert all(": at least " in line for line in alternative_lines(found))
+    lines = show(found).splitlines()
+    for other in found.alternatives:
+        assert any(line.startswith(other.name) and " at least " in line for line in lines), other.name
