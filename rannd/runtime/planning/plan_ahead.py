@@ -28,6 +28,7 @@ from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.deployment import Provenance, Slot, encode
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
+from rannd.plan.simulate.replayed_memory import replayed
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.points import Measured, is_plausible
 from rannd.runtime.planning.known_costs import MeasuredParts
@@ -157,6 +158,7 @@ def run(request: Request) -> int:
             )
         except (RanndError, KeyError):  # a part that was not measured: the job itself will say what is wrong
             continue
+        found = replayed(request.task, blocks, costs, found, request.options, interleaved=request.interleaved)
         found = msgspec.structs.replace(found, made=request.made, model=request.model)
         stored += client.put(wanted.key, encode(found))
     return stored
