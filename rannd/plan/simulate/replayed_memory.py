@@ -13,7 +13,7 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
 from rannd.plan.schedule.instructions import instructions
-from rannd.plan.schedule.program import Edge, Layout, Program
+from rannd.plan.schedule.program import ActionKind, Edge, Layout, Program
 from rannd.plan.schedule.schedules import gpipe, planned_program
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows
 from rannd.plan.simulate.op_bytes import OpBytes, SavedBytes
@@ -93,6 +93,8 @@ class _Replay:
         self._summed = [max(one, other) for one, other in zip(self._given, self._reduced, strict=True)]
         self._edges = self._edge_values(stage_of)
         self._lives: dict[int, StageLives] = {}
+        self._delaying: frozenset[int] = frozenset()
+        """Stages whose backward comes in two halves."""
 
     def _edge_values(self, stage_of: Mapping[int, int]) -> dict[Edge, list[int]]:
         last = len(self._deployment.stages)
@@ -139,7 +141,7 @@ class _Replay:
                 self._saved,
                 segments,
                 leaving,
-                split=stage.estimate.weight_us > 0 and len(self._deployment.stages) > 1,
+                split=number in self._delaying,
                 fresh=self._fresh,
                 summed=self._summed,
             )
@@ -161,6 +163,10 @@ class _Replay:
             if program.interleaved:
                 phases = phases[:1]
             place = repeat.places[0]
+            self._delaying |= {
+                block.stage_at(own, action) for own, actions in enumerate(program.slots) for action in actions
+                if action.kind is ActionKind.WEIGHT
+            }  # fmt: skip
             seen: set[tuple[tuple[int, ...], int]] = set()
             for own in range(block.world):
                 stages = block.stages_of(own)
