@@ -8,6 +8,7 @@ slots reduce them. `stage_lives` replays what happens inside of a computation.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +21,10 @@ from rannd.plan.simulate.step_costs import BUCKET, FIRST_BUCKET
 
 MOST_FREE = 8
 """Free message buffers that are kept of each size."""
+UNKNOWN = 0.005
+"""Part of what a step allocates, and"""
+SMALL = 16 << 10
+"""bytes that are added for what is not known: numbers, flags, statistics."""
 ALIGNMENT = 64
 """Bytes: a value of a message begins at a multiple of this."""
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
@@ -83,7 +88,7 @@ def most_bytes(
     slot.run(listed)
     slot.again()  # in the second step message buffers are there already
     slot.run(listed)
-    return -int(-slot.level.most // 1)
+    return math.ceil(slot.level.most + UNKNOWN * (slot.level.most - holding.always)) + SMALL
 
 
 class _SlotReplay:

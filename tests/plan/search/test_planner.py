@@ -312,7 +312,7 @@ def test_zero_is_chosen_where_memory_asks_for_it() -> None:
     assert (tight.zero, len(tight.stages)) == (1, 1)
     assert tight.step_us >= deploy(chain(1, param=1_000_000), 2, memory=6_100_000, **given).step_us
     assert tight.stages[0].estimate.optimizer_bytes * 2 == plenty.stages[0].estimate.optimizer_bytes
-    with pytest.raises(DoesNotFitError, match="recomputing and ZeRO 1 included") as caught:
+    with pytest.raises(DoesNotFitError, match="recomputing, ZeRO 3 and offload_params included") as caught:
         deploy(chain(1, param=1_000_000), 2, memory=900_000, **given)
     assert "would do" not in str(caught.value)
     forced = deploy(chain(1, param=1_000_000), 2, zero_stage="1", **given)
