@@ -54,9 +54,7 @@ def mapped_files() -> list[range]:
     return [range(int(low, 16), int(high, 16)) for low, high in spans]
 
 
-def lying_and_peak(
-    step: Callable[[], Any], wrapped: Any, optimizer: Any, *, kept: bool = False
-) -> tuple[int, int]:
+def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any, *, kept: bool = False) -> tuple[int, int]:
     """(bytes of parameters, buffers and optimizer state before `step`, peak bytes during it) of this rank.
 
     Gradients do not count before it: the profiler does not see the end of what is older than it. With `kept` they do,

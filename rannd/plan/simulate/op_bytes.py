@@ -1,7 +1,7 @@
 """What each operator of a graph saves for its backward, and what it has beside its operands while it runs.
 
-By the names of operators, as `rannd.profile.kept_values`. Where costs of blocks were measured, what a block really saves
-replaces the sum of the names (`SavedBytes.excess`).
+By the names of operators, as `rannd.profile.kept_values`. Where costs of blocks were measured, what a block really
+saves replaces the sum of the names (`SavedBytes.excess`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _CONVOLUTIONS = frozenset({
     "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 })  # fmt: skip
 """Libraries copy their operands and results to other orders of dimensions."""
-_PLAIN = frozenset(
-    "linear mm addmm matmul bmm baddbmm add sub mul div neg rsub relu gelu silu tanh sigmoid exp layer_norm rms_norm "
-    "embedding cat stack sum mean pow sqrt rsqrt softmax log_softmax dropout where clone to _to_copy".split()
-)
-"""Have nothing but their operands, their results and the gradients of these."""
+_PLAIN = frozenset({
+    "linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "add", "sub", "mul", "neg", "rsub", "relu", "gelu", "silu",
+    "tanh", "sigmoid", "exp", "layer_norm", "embedding", "cat", "stack", "sum", "mean", "softmax", "log_softmax",
+    "dropout", "where", "clone", "to", "_to_copy",
+})  # fmt: skip
+"""Have nothing but their operands, their results and the gradients of these: others may make values in between."""
 _IN_PLACE = frozenset({"linear", "mm", "addmm", "matmul"})
 """The second half of their backward adds to gradients of parameters without another one beside."""
 _NORMALISED = frozenset({"batch_norm", "native_batch_norm", "_native_batch_norm_legit"})
@@ -85,7 +86,8 @@ class OpBytes:
             return made + read + 2.0 * self._params(op)
         if name == ATTENTION:
             return read if backward else 0.0
-        return max(self.size[value] for value in (*op.inputs, *op.outputs)) if op.inputs else 0.0
+        largest = max((self.size[value] for value in (*op.inputs, *op.outputs)), default=0.0)
+        return (2.0 if backward else 1.0) * largest
 
     def _params(self, op: Op) -> float:
         return float(sum(self.graph.params[index].bytes for index in op.params))
@@ -144,7 +146,9 @@ class SavedBytes:
                 named |= found
                 more += self.more[index]
             for home in crossing - named:  # nobody knows which operator saves it: the last one that lets go of it
-                touching = [index for index in block.ops if home in {of.home[value] for value in graph.ops[index].inputs}]
+                touching = [
+                    index for index in block.ops if home in {of.home[value] for value in graph.ops[index].inputs}
+                ]
                 first = min(touching or block.ops)
                 self.homes[first].add(home)
             self.alone[number] = {home for home in named if len(readers[home]) == 1}

@@ -88,7 +88,9 @@ class _Replay:
         for number, param in enumerate(graph.params):
             if options.master_weights and param.itemsize == 2:
                 given[number] = 4.0
-        self._given = [size * each / param.itemsize for size, each, param in zip(sizes, given, graph.params, strict=True)]
+        self._given = [
+            size * each / param.itemsize for size, each, param in zip(sizes, given, graph.params, strict=True)
+        ]
         self._fresh = sizes
         self._summed = [max(one, other) for one, other in zip(self._given, self._reduced, strict=True)]
         self._edges = self._edge_values(stage_of)
@@ -203,7 +205,11 @@ class _Replay:
         several = [index for index in trained if len(holders[index]) > 1]
         optimizer = sum(deployment.stages[number].estimate.optimizer_bytes for number in stages)
         given = sum(self._given[index] for index in trained)
-        wide = [index for index in trained if self._given[index] != self._reduced[index] or self._given[index] != self._fresh[index]]
+        wide = [
+            index
+            for index in trained
+            if self._given[index] != self._reduced[index] or self._given[index] != self._fresh[index]
+        ]
         largest = max((self._given[index] for index in trained), default=0.0)
         foreach = given if self._options.device not in ("cpu", "auto") else 0.0
         border = [

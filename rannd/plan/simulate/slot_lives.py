@@ -135,13 +135,10 @@ class _SlotReplay:
                     self._receive(action)
                 for action in each.settles:
                     self.level.change(-self._sent.pop(action, 0.0))
-                action = each.action
-                if action is None:
-                    continue
-                if action.kind in TRANSFERS:
-                    self._send(action)
-                else:
-                    self._compute(action, last)
+                if each.action is not None and each.action.kind in TRANSFERS:
+                    self._send(each.action)
+                elif each.action is not None:
+                    self._compute(each.action, last)
             self.level.change(-sum(self._sent.values()))
             self._sent.clear()
         while self._started < len(self._buckets):
@@ -307,4 +304,3 @@ class _SlotReplay:
         level.change(flat)
         level.change(-there)
         return flat - there
-

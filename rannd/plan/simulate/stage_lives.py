@@ -83,9 +83,7 @@ class StageLives:
         ]
         self.params = frozenset(index for op in number_of for index in of.trained(op) if of.differentiable(op))
         """Parameters that get gradients."""
-        self._kept = [
-            self._bytes(home for op in own for home in saved.homes[op]) for own, _ in segments
-        ]
+        self._kept = [self._bytes(home for op in own for home in saved.homes[op]) for own, _ in segments]
         self._copies = sum(of.written(op) for op in number_of)
         """Buffers that the stage writes."""
 
