@@ -24,7 +24,8 @@ _CONVOLUTIONS = frozenset({
 _PLAIN = frozenset({
     "linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "add", "sub", "mul", "neg", "rsub", "relu", "gelu", "silu",
     "tanh", "sigmoid", "exp", "layer_norm", "embedding", "cat", "stack", "sum", "mean", "softmax", "log_softmax",
-    "dropout", "where", "clone", "to", "_to_copy",
+    "dropout", "where", "clone", "to", "_to_copy", "batch_norm", "native_batch_norm", "max_pool2d",
+    "max_pool2d_with_indices",
 })  # fmt: skip
 """Have nothing but their operands, their results and the gradients of these: others may make values in between."""
 _IN_PLACE = frozenset({"linear", "mm", "addmm", "matmul"})

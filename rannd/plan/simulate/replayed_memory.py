@@ -18,7 +18,7 @@ from rannd.plan.schedule.schedules import gpipe, planned_program
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows
 from rannd.plan.simulate.op_bytes import OpBytes, SavedBytes
 from rannd.plan.simulate.repeats import repeats
-from rannd.plan.simulate.slot_lives import Holding, Parcel, most_bytes
+from rannd.plan.simulate.slot_lives import Holding, MessageBytes, most_bytes
 from rannd.plan.simulate.stage_lives import StageLives
 from rannd.profile.costs import BlockCost
 
@@ -113,15 +113,15 @@ class _Replay:
                 found[home, target].append(index)
         return found
 
-    def _parcels(self) -> tuple[dict[Edge, Parcel], dict[Edge, Parcel]]:
+    def _parcels(self) -> tuple[dict[Edge, MessageBytes], dict[Edge, MessageBytes]]:
         of = self._of
         views = frozenset(
             index for index, value in enumerate(self._graph.values)
             if value.producer >= 0 and of.memory.view[value.producer]
         )  # fmt: skip
-        values = {edge: Parcel.of({v: of.size[v] for v in own}, views) for edge, own in self._edges.items()}
+        values = {edge: MessageBytes.of({v: of.size[v] for v in own}, views) for edge, own in self._edges.items()}
         grads = {
-            edge: Parcel.of({v: of.size[v] for v in own if of.graded[v]}, frozenset())
+            edge: MessageBytes.of({v: of.size[v] for v in own if of.graded[v]}, frozenset())
             for edge, own in self._edges.items()
         }
         return values, grads

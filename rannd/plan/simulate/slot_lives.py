@@ -30,7 +30,7 @@ ALIGNMENT = 64
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 
 
-class Parcel(msgspec.Struct, frozen=True):
+class MessageBytes(msgspec.Struct, frozen=True):
     """What an edge carries for a microbatch."""
 
     bytes: int = 0
@@ -39,14 +39,14 @@ class Parcel(msgspec.Struct, frozen=True):
     values: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(sizes: Mapping[int, float], views: frozenset[int]) -> Parcel:
+    def of(sizes: Mapping[int, float], views: frozenset[int]) -> MessageBytes:
         """Return the message of values with these bytes; `views`: those that may have to be copied to be sent alone."""
         there = [number for number, size in sizes.items() if size > 0]
         if len(there) > 1:
             total = sum(-(-int(sizes[number]) // ALIGNMENT) * ALIGNMENT for number in there)
-            return Parcel(total, total, frozenset(sizes))
+            return MessageBytes(total, total, frozenset(sizes))
         total = int(sum(sizes.values()))
-        return Parcel(total, total if views.intersection(there) else 0, frozenset(sizes))
+        return MessageBytes(total, total if views.intersection(there) else 0, frozenset(sizes))
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class Holding(msgspec.Struct, frozen=True):
 def most_bytes(
     listed: Sequence[Sequence[Instruction]],
     stages: Mapping[int, StageLives],
-    parcels: tuple[Mapping[Edge, Parcel], Mapping[Edge, Parcel]],
+    parcels: tuple[Mapping[Edge, MessageBytes], Mapping[Edge, MessageBytes]],
     holding: Holding,
     home: int,
     outside: int,
@@ -95,7 +95,7 @@ class _SlotReplay:
     def __init__(
         self,
         stages: Mapping[int, StageLives],
-        parcels: tuple[Mapping[Edge, Parcel], Mapping[Edge, Parcel]],
+        parcels: tuple[Mapping[Edge, MessageBytes], Mapping[Edge, MessageBytes]],
         holding: Holding,
         home: int,
         outside: int,
@@ -149,8 +149,8 @@ class _SlotReplay:
 
     # -- messages ---------------------------------------------------------------------------------------------
 
-    def _parcel(self, action: Action) -> Parcel:
-        return self._parcels[action.kind in _GRADS].get((action.src, action.dst), Parcel())
+    def _parcel(self, action: Action) -> MessageBytes:
+        return self._parcels[action.kind in _GRADS].get((action.src, action.dst), MessageBytes())
 
     def _take(self, size: int) -> None:
         if self._free[size]:

@@ -80,11 +80,7 @@ class MemoryPromise:
                 f"{amount(e.param_bytes)}, gradients {amount(e.grad_bytes)}, activations {amount(e.activation_bytes)}, "
                 f"optimizer {amount(e.optimizer_bytes)}, transfers {amount(e.comm_bytes)}, temporary memory of an "
                 f"operator's backward {amount(e.working_bytes - e.whole_bytes)}"
-                + (
-                    f", gradients on their way, and whole parameters of ZeRO, {amount(e.whole_bytes)}"
-                    if e.whole_bytes
-                    else ""
-                )
+                + (f", whole parameters and gradients of ZeRO {amount(e.whole_bytes)}" if e.whole_bytes else "")
                 + f"; its limit was {amount(self.usable)}"
             )
         count = self.deployment.microbatches
