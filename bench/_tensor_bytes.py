@@ -41,6 +41,12 @@ def regions(wrapped: Any, optimizer: Any) -> dict[str, dict[int, int]]:
     }
 
 
+def buffer_bytes(wrapped: Any) -> int:
+    """Bytes of the message buffers that this rank keeps between steps."""
+    free = [executor._player._buffers._free.values() for executor in wrapped._session._graphs.executors()]
+    return sum(buffer.numel() for sizes in free for same in sizes for buffer in same)
+
+
 def mapped_files() -> list[range]:
     """Addresses at which this process has files without a name: what is offloaded to them."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -48,14 +54,16 @@ def mapped_files() -> list[range]:
     return [range(int(low, 16), int(high, 16)) for low, high in spans]
 
 
-def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any) -> tuple[int, int]:
+def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any, *, kept: bool = False) -> tuple[int, int]:
     """(bytes of parameters, buffers and optimizer state before `step`, peak bytes during it) of this rank.
 
-    Gradients do not count before it: the profiler does not see the end of what is older than it.
+    Gradients do not count before it: the profiler does not see the end of what is older than it. With `kept` they do,
+    and `step` has to keep them: ``optimizer.zero_grad(set_to_none=False)``.
     """
     import torch
 
-    optimizer.zero_grad()
+    if not kept:
+        optimizer.zero_grad()
     base = sum(lying(wrapped, optimizer))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()

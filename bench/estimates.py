@@ -1,6 +1,6 @@
 """Compares the planner's estimates of a step with measurements: time and memory of many plans, two ranks on two cores.
 
-    python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT]
+    python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT] [--memory]
 
 Linear layers (examples/tutorial.py), the convolutions of examples/digits.py and GPT-2 in two sizes each, with data
 parallelism and with two stages, 1 to 8 microbatches, 1F1B and GPipe, with and without recomputing. All are wrapped
@@ -9,7 +9,9 @@ call and backward, without the optimizer's step: the slowest rank's time, starti
 planner is fitted to such steps; it uses only its measurements of blocks and links, made when each model was wrapped.
 
 time      median of the steps / prediction; in brackets half of the interquartile range, relative to the median
-memory    peak bytes of tensors in a step / planned bytes, of the rank where this is largest
+memory    most bytes of tensors in a step and the optimizer's / planned bytes, of the rank where this is largest, with
+          gradients that are kept (zero_grad(set_to_none=False), which the plan is for), and without (zero_grad());
+          the call's arguments and message buffers count
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _tensor_bytes import lying_and_peak
+from _tensor_bytes import buffer_bytes, lying_and_peak
 
 RANKS = 2
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off"}
@@ -47,19 +50,27 @@ class Configuration:
     """A wrapped model with a given plan."""
 
     name: str
-    step: Callable[[], Any]
+    step: Callable[..., Any]
     predicted_us: float
     wrapped: Any
     optimizer: Any
+    arguments: int
+    """Bytes of the arguments of a call."""
     times: list[float] = field(default_factory=list)
 
-    def memory(self) -> float:
-        """Peak bytes of tensors in a step of this rank / planned bytes."""
+    def memory(self) -> tuple[float, float]:
+        """Most bytes of tensors in a step of this rank / planned bytes: with gradients that are kept, and without."""
         from rannd.plan.slot_memory import slot_bytes
 
-        _, most = lying_and_peak(self.step, self.wrapped, self.optimizer)
-        slot = self.wrapped._session.world.slot
-        return most / slot_bytes(self.wrapped.deployment, slot)
+        there = self.arguments + buffer_bytes(self.wrapped)
+        self.step()
+        kept = max(
+            lying_and_peak(step, self.wrapped, self.optimizer, kept=True)[1]
+            for step in (partial(self.step, kept=True), self.optimizer.step)
+        )
+        _, none = lying_and_peak(self.step, self.wrapped, self.optimizer)
+        planned = slot_bytes(self.wrapped.deployment, self.wrapped._session.world.slot)
+        return (kept + there) / planned, (none + there) / planned
 
 
 def main() -> None:
@@ -67,16 +78,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3, help="steps of each configuration in a round")
     parser.add_argument("--only", default="", help="configurations with this in their name")
+    parser.add_argument("--memory", action="store_true", help="measure no times")
     options = parser.parse_args()
     if "OMPI_COMM_WORLD_RANK" in os.environ:
-        measure(options.rounds, options.steps, options.only)
+        measure(options.rounds, options.steps, options.only, timed=not options.memory)
         return
     runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
     command = [str(runner), "-np", str(RANKS), "--show-ranks", "0", __file__, *sys.argv[1:]]
     sys.exit(subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
 
 
-def measure(rounds: int, steps: int, only: str) -> None:
+def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
     import torch
     import torch.distributed as dist
     from _estimated_models import CPU, models
@@ -99,17 +111,22 @@ def measure(rounds: int, steps: int, only: str) -> None:
             wrapped = pyrannc.RaNNCModule(inner, optimizer)
 
             def step(
-                wrapped: Any = wrapped, optimizer: Any = optimizer, arguments: tuple[Any, ...] = arguments
+                wrapped: Any = wrapped,
+                optimizer: Any = optimizer,
+                arguments: tuple[Any, ...] = arguments,
+                *,
+                kept: bool = False,
             ) -> None:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=not kept)
                 wrapped(*arguments).backward()
 
             step()
             optimizer.step()
-            made.append(Configuration(name, step, wrapped.deployment.step_us, wrapped, optimizer))
+            given = sum(argument.nbytes for argument in arguments)
+            made.append(Configuration(name, step, wrapped.deployment.step_us, wrapped, optimizer, given))
             if rank == 0:
                 print(f"\rwrapped {len(made)}", end="", file=sys.stderr, flush=True)
-    for number in range(rounds + 1):
+    for number in range(rounds + 1 if timed else 0):
         for each in made[:: 1 if number % 2 else -1]:
             each.step()  # warm-up, because caches hold data of other configurations
             for _ in range(steps):
@@ -119,31 +136,41 @@ def measure(rounds: int, steps: int, only: str) -> None:
                 if number:
                     each.times.append(time.perf_counter() - start)
     times = torch.tensor([each.times for each in made], dtype=torch.float64)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    if timed:
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
     memory = torch.tensor([each.memory() for each in made], dtype=torch.float64)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     if rank == 0:
-        show(made, times.tolist(), memory.tolist())
+        if timed:
+            show_times(made, times.tolist())
+        show_memory(made, memory.tolist())
         print(f"torch {torch.__version__}")
 
 
-def show(made: list[Configuration], times: list[list[float]], memory: list[float]) -> None:
+def show_times(made: list[Configuration], times: list[list[float]]) -> None:
     errors, beyond = [], 0
-    print(f"\n{'':42s} {'predicted':>12s} {'measured':>12s} {'time':>15s} {'memory':>7s}")
-    for each, taken, part in zip(made, times, memory, strict=True):
+    print(f"\n{'':42s} {'predicted':>12s} {'measured':>12s} {'time':>15s}")
+    for each, taken in zip(made, times, strict=True):
         low, middle, high = statistics.quantiles(taken, n=4)
         ratio, noise = 1e6 * middle / each.predicted_us, (high - low) / 2 / middle
         errors.append(abs(1 / ratio - 1))
         beyond += errors[-1] > max(0.1, 2 * noise)
         predicted = f"{each.predicted_us / 1e3:.2f} ms"
-        print(f"{each.name:42s} {predicted:>12s} {1e3 * middle:9.2f} ms {ratio:7.3f} ({noise:.3f}) {part:7.3f}")
+        print(f"{each.name:42s} {predicted:>12s} {1e3 * middle:9.2f} ms {ratio:7.3f} ({noise:.3f})")
     errors.sort()
     print(
         f"time: {len(errors)} configurations, error of the prediction: median {statistics.median(errors):.3f}, "
         f"95th percentile {errors[int(0.95 * (len(errors) - 1))]:.3f}; {beyond} exceed both 10 % and twice the noise"
     )
-    off = sorted(abs(1 / part - 1) for part in memory)
-    print(f"memory: median error {statistics.median(off):.3f}, maximum of used / planned {max(memory):.3f}")
+
+
+def show_memory(made: list[Configuration], memory: list[tuple[float, float]]) -> None:
+    print(f"\n{'memory: used / planned':42s} {'kept':>7s} {'none':>7s}")
+    for each, (kept, none) in zip(made, memory, strict=True):
+        print(f"{each.name:42s} {kept:7.3f} {none:7.3f}")
+    for name, parts in zip(("kept", "none"), zip(*memory, strict=True), strict=True):
+        off = statistics.median(abs(1 / part - 1) for part in parts)
+        print(f"memory, gradients {name}: median error {off:.3f}, used / planned {min(parts):.3f} to {max(parts):.4f}")
 
 
 if __name__ == "__main__":

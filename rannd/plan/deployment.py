@@ -67,6 +67,14 @@ class StageEstimate(msgspec.Struct, frozen=True):
     fetch_us: float = 0.0
     """Time to copy the parameters among it to the device, in each forward and each backward of a microbatch; copies of
     activations are in `forward_us` and `backward_us`."""
+    most_bytes: int = 0
+    """Most bytes in use at a time on a device that runs the stage, with all of its stages, by a replay of the Program;
+    0: not replayed. The other bytes are maxima, each at a moment of its own."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What a device needs: by the replay, or else the sum of all maxima of this stage."""
+        return self.most_bytes or self.total_bytes
 
 
 class Stage(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ def estimate_lines(deployment: Deployment) -> list[str]:
             f"  graph={stage.name} repl={len(stage.slots)} fwd_time={round(each.forward_us)} "
             f"bwd_time={round(each.backward_us)} ar_time={round(each.allreduce_us)} in_size={each.input_bytes} "
             f"out_size={each.output_bytes} fp32param_size={each.param_bytes} fp16param_size=0 "
-            f"total_mem={each.total_bytes} (fwd+bwd={computing} "
+            f"total_mem={each.used_bytes} (fwd+bwd={computing} "
             f"opt={each.optimizer_bytes} comm={each.comm_bytes})"
         )
     return lines

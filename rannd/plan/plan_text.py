@@ -177,7 +177,7 @@ def scaled(deployment: Deployment, batch_size: int) -> Deployment:
         more = sum(
             getattr(grown, name) - getattr(each, name) for name in ("activation_bytes", "comm_bytes", "working_bytes")
         )
-        stages.append(replace(stage, estimate=replace(grown, total_bytes=each.total_bytes + more)))
+        stages.append(replace(stage, estimate=replace(grown, total_bytes=each.total_bytes + more, most_bytes=0)))
     reduce = min(max(stage.estimate.allreduce_us for stage in stages), deployment.step_us)
     step = (deployment.step_us - reduce) * factor + reduce
     # A bound for the planned batch does not hold for this one.
@@ -274,7 +274,7 @@ def _memory(deployment: Deployment) -> str:
         "activation_bytes",
         "comm_bytes",
         "working_bytes",
-        "total_bytes",
+        "total_bytes" if _together(deployment) else "used_bytes",
     )
     rows = [
         (

@@ -23,12 +23,14 @@ def stages_by_slots(deployment: Deployment) -> dict[tuple[int, ...], list[int]]:
 
 
 def device_bytes(deployment: Deployment) -> dict[tuple[int, ...], int]:
-    """Return the planned bytes of each device, by the slots that have the same stages.
+    """Return the planned bytes of each device, by the slots that have the same stages: those of the replay, if any.
 
     Of deployments that cannot be run, and of very long pipelines, each stage counts with the most that it needs.
     """
     estimates = [stage.estimate for stage in deployment.stages]
     groups = stages_by_slots(deployment)
+    if all(each.most_bytes for each in estimates):
+        return {slots: estimates[numbers[0]].most_bytes for slots, numbers in groups.items()}
     slots = tuple(stage.slots for stage in deployment.stages)
     virtual = VIRTUAL_SCHEDULES.get(deployment.schedule)
     if virtual is None or len(groups) > MOST_POSITIONS or virtual.problem(slots):

@@ -55,8 +55,8 @@ class ReplicaBytes(NamedTuple):
     fetched: Table
     """The parameters among them."""
     working: Table
-    """Temporary: whole gradients of a block, those of the two blocks before on their way, whole parameters of a block
-    and the next one."""
+    """Temporary: a bucket, and the gradients of a block that are not added to others yet; with stages 2 and 3 whole
+    gradients of a block, those of the two blocks before on their way, whole parameters of a block and the next one."""
 
     @property
     def state(self) -> Table:
@@ -75,6 +75,7 @@ def held(
     offload: float = 0.0,
     away: bool = False,
     grads_away: bool = False,
+    bucket: float = 0.0,
 ) -> ReplicaBytes:
     """Return what a replica of a stage holds; all tables broadcast against `replicas`.
 
@@ -89,6 +90,7 @@ def held(
         offload: Parameter bytes of a bucket whose state is on the device at a time; 0: all state is always there.
         away: Whether the parameters that replicas share are elsewhere while no segment reads them (with stage 3).
         grads_away: Whether their gradients are elsewhere, too.
+        bucket: Bytes of gradients that are copied to be reduced together.
     """
     count = np.asarray(replicas, dtype=float)
 
@@ -109,6 +111,9 @@ def held(
     received = (count - 1) / count * np.maximum(units.grads, units.tied_grads)
     grads_whole = units.tied_grads + units.two_grads + units.grads + 2.0 * received
     working = (zero >= 2) * grads_whole + (zero >= 3) * units.two_params
+    # Otherwise a bucket that is reduced is a copy, and each gradient of a microbatch is there before it is added.
+    each = units.grads + units.tied_grads
+    beside = each + np.minimum(gradients.whole - trainable.whole, np.maximum(bucket, each))
     own = parts(trainable)
     fetched = own - trainable.shared if away else np.zeros_like(own)
     grads = parts(gradients) if zero >= 2 else gradients.whole
@@ -121,7 +126,7 @@ def held(
         here,
         (state if offload else 0.0 * state) + fetched + dropped,
         fetched,
-        working * ((count > 1) | away),
+        working * ((count > 1) | away) + (zero < 2) * beside,
     )
 
 

@@ -220,6 +220,9 @@ class Reference:
         state -= whole - part if self.zero == 3 else 0
         if count > 1 and self.zero >= 2:
             state += self._while_needed(start, end, count)
+        if self.zero < 2:  # gradients of a microbatch before they are added to others, and a bucket
+            largest, _, tied, _ = self._divided(start, end)
+            state += largest + tied + min(whole, max(25 << 20, largest + tied))
         made = [
             self.graph.values[value].bytes.at(rows)
             for block in self.blocks[start:end]
@@ -315,6 +318,14 @@ class Reference:
 
     def _while_needed(self, start: int, end: int, count: int) -> float:
         """Bytes that `count` replicas, which divide parameters, have as a whole for some blocks at a time."""
+        largest, two, tied, two_read = self._divided(start, end)
+        received = max(largest, tied) * (count - 1) / count
+        grads = tied + two + largest + 2 * received
+        return grads + (two_read if self.zero == 3 else 0)
+
+    def _divided(self, start: int, end: int) -> tuple[int, int, int, int]:
+        """Bytes of parameters that replicas may divide: of those that one block reads in the largest block and in two
+        neighbours, of all that several blocks read, of all that two neighbours read."""
         outside = self._params(0, start) | self._params(end, len(self.blocks))
         divided = {index for index in self._params(start, end) - outside if self.graph.params[index].trainable}
         read = [self._params(block, block + 1) & divided for block in range(start, end)]
@@ -325,10 +336,7 @@ class Reference:
             return max(found), max(map(sum, pairwise(found)), default=found[0])
 
         largest, two = sizes([each - several for each in read])
-        tied, _ = sizes([several])
-        received = max(largest, tied) * (count - 1) / count
-        grads = tied + two + largest + 2 * received
-        return grads + (sizes(read)[1] if self.zero == 3 else 0)
+        return largest, two, sizes([several])[0], sizes(read)[1]
 
     def _staying(self, start: int, end: int) -> int:
         """Bytes of parameters that replicas divide, but for those that two blocks have as a whole anyway."""

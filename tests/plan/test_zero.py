@@ -54,7 +54,8 @@ def test_two_buckets_of_state_are_on_the_device(
 @pytest.mark.parametrize(
     ("zero", "replicas", "away", "working"),
     [
-        (1, 4, False, 0.0),
+        (0, 1, False, 10.0 + 7.0 + 20.0),
+        (1, 4, False, 10.0 + 7.0 + 20.0),
         (2, 1, False, 0.0),
         (2, 4, False, 7.0 + 15.0 + 10.0 + 2 * 0.75 * 10.0),
         (2, 2, False, 7.0 + 15.0 + 10.0 + 2 * 0.5 * 10.0),
@@ -72,10 +73,11 @@ def test_what_is_whole_for_a_block_takes_memory_for_a_while(
         np.array([replicas]),
         params=trained.whole,
         trainable=trained,
-        gradients=trained,
+        gradients=_trained(2000.0),
         optimizer=trained,
         units=units,
         away=away,
+        bucket=20.0,
     )
     assert found.working[0] == working
 

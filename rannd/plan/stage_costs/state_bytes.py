@@ -87,4 +87,5 @@ class StateBytes:
             offload=float(BUCKET) if self.offload.optimizer else 0.0,
             away=self.offload.params,
             grads_away=self.offload.params and in_files(self._device),
+            bucket=float(BUCKET),
         )

@@ -74,12 +74,15 @@ class MemoryPromise:
                 whole = amount(device_bytes(self.deployment)[planned.slots])
                 numbers = ", ".join(map(str, beside_it))
                 parts.append(f"the plan estimated {whole} for each device with stage {stage} and also {numbers}")
+            divided = self.deployment.zero >= 2
+            brief = "whole parameters and gradients of ZeRO" if divided else "gradients on their way"
+            alone = e.total_bytes if beside_it else e.used_bytes
             parts.append(
-                f"the plan estimated {amount(e.total_bytes)} for stage {stage} ({planned.name}): parameters "
+                f"the plan estimated {amount(alone)} for stage {stage} ({planned.name}): parameters "
                 f"{amount(e.param_bytes)}, gradients {amount(e.grad_bytes)}, activations {amount(e.activation_bytes)}, "
                 f"optimizer {amount(e.optimizer_bytes)}, transfers {amount(e.comm_bytes)}, temporary memory of an "
                 f"operator's backward {amount(e.working_bytes - e.whole_bytes)}"
-                + (f", whole parameters and gradients of ZeRO {amount(e.whole_bytes)}" if e.whole_bytes else "")
+                + (f", {brief} {amount(e.whole_bytes)}" if e.whole_bytes else "")
                 + f"; its limit was {amount(self.usable)}"
             )
         count = self.deployment.microbatches

@@ -31,6 +31,7 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
 from rannd.plan.search.ranking import simulated_us
+from rannd.plan.simulate.replayed_memory import replayed
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.points import Measured, is_plausible
 from rannd.runtime.costs.known_costs import MeasuredParts, with_costs
@@ -191,16 +192,18 @@ def run(request: Request) -> int:
             )
         except (RanndError, KeyError):  # a part that was not measured: the job itself will say what is wrong
             continue
+        found = replayed(request.task, blocks, costs, found, request.options, interleaved=request.interleaved)
         found = msgspec.structs.replace(found, made=request.made, model=request.model)
-        if wanted.instead is not None:
-            now = with_costs(request.task, wanted.instead, measured, profile, correction)
-            before_us = simulated_us(request.task, costs, now, request.options)
-            if found.step_us > (1 - FASTER) * before_us:
-                continue
+        if wanted.instead is None:
+            stored += client.put(wanted.key, encode(found))
+            continue
+        now = with_costs(request.task, wanted.instead, measured, profile, correction)
+        before_us = simulated_us(request.task, costs, now, request.options)
+        if found.step_us <= (1 - FASTER) * before_us and client.put(wanted.key, encode(found)):
+            stored += 1
+            client.discard(measured_key(wanted.key.digest), "another plan has taken its place")
             better = Better(plan_line(found, range(world)), found.step_us, before_us)
             sys.stdout.buffer.write(msgspec.json.encode(better) + b"\n")
-            client.discard(measured_key(wanted.key.digest), "another plan has taken its place")
-        stored += client.put(wanted.key, encode(found))
     return stored
 
 

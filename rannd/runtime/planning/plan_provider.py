@@ -44,6 +44,7 @@ from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_
 from rannd.plan.plan_options import AUTO
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
+from rannd.plan.simulate.replayed_memory import replayed
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
@@ -537,6 +538,9 @@ class Planner:
             options=self._options,
             interleaved=self._interleaved,
             ranked=True,
+        )
+        deployment = replayed(
+            self._graph.task, blocks, costs.blocks, deployment, self._options, interleaved=self._interleaved
         )
         deployment = msgspec.structs.replace(deployment, made=target.made, model=_titled(self._context.model))
         log.get("DPStaging").log(log.DETAIL, "\n".join(estimate_lines(deployment)))
