@@ -126,7 +126,7 @@ def held(
         here,
         (state if offload else 0.0 * state) + fetched + dropped,
         fetched,
-        working * ((count > 1) | away) + (zero < 2) * beside,
+        np.where((zero >= 2) & ((count > 1) | away), working, beside),
     )
 
 

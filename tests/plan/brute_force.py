@@ -220,7 +220,7 @@ class Reference:
         state -= whole - part if self.zero == 3 else 0
         if count > 1 and self.zero >= 2:
             state += self._while_needed(start, end, count)
-        if self.zero < 2:  # gradients of a microbatch before they are added to others, and a bucket
+        if self.zero < 2 or count == 1:  # gradients of a microbatch before they are added to others, and a bucket
             largest, _, tied, _ = self._divided(start, end)
             state += largest + tied + min(whole, max(25 << 20, largest + tied))
         made = [

@@ -13,18 +13,18 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.grains import multiplies
-from rannd.plan.calibration import Correction, Kinds
 from rannd.plan.deployment import Deployment
 from rannd.plan.simulate.layout import piece_rows
 from rannd.profile.costs import BlockCost
 from rannd.profile.kept_values import Memory
 from rannd.profile.points import Measured, total
+from rannd.runtime.costs.correction import Correction, Kinds
 
 Ops = tuple[int, ...]
 """Indices of operators of the task graph that are measured together."""
 
 
-class Work(NamedTuple):
+class StageCost(NamedTuple):
     """Microseconds of a stage for one microbatch, as its parts were measured, by kind of work."""
 
     forward_us: Kinds
@@ -79,7 +79,7 @@ class MeasuredParts:
             found.append(total(costs, memory))
         return tuple(found)
 
-    def work(self, stages: Sequence[Ops], profile: Mapping[str, Measured], rows: int) -> list[Work]:
+    def work(self, stages: Sequence[Ops], profile: Mapping[str, Measured], rows: int) -> list[StageCost]:
         """What stages compute for a microbatch: the sums over their parts.
 
         Args:
@@ -95,7 +95,7 @@ class MeasuredParts:
                 forward[kind] += cost.forward_us.at(rows)
                 backward[kind] += cost.backward_us.at(rows)
                 add_us += cost.add_us
-            found.append(Work(dict(forward), dict(backward), add_us))
+            found.append(StageCost(dict(forward), dict(backward), add_us))
         return found
 
     def _kind(self, part: Ops) -> str:

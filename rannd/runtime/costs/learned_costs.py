@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rannd.plan.calibration import Correction, StageWork, fitted
 from rannd.profile.costs import RuntimeCost
 from rannd.profile.points import LONGEST_US, Measured
+from rannd.runtime.costs.correction import Correction, StageWork, fitted
 from rannd.runtime.costs.known_costs import MeasuredParts
 
 LEARNED_FORMAT = 1

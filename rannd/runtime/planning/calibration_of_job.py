@@ -20,7 +20,6 @@ from rannd import log
 from rannd.daemon.client.cache import Client
 from rannd.daemon.common.keys import Key, profile_key
 from rannd.plan.blocks.repeated_layers import parts_of
-from rannd.plan.calibration import Correction, StageWork, fitted
 from rannd.plan.deployment import Deployment, StageEstimate
 from rannd.plan.measured_step import MeasuredStep
 from rannd.plan.simulate.layout import piece_rows
@@ -28,6 +27,7 @@ from rannd.profile.points import Measured
 from rannd.profile.samples import UNCERTAIN
 from rannd.runtime.comm.cache_client import Cache
 from rannd.runtime.comm.world import World
+from rannd.runtime.costs.correction import Correction, StageWork, fitted
 from rannd.runtime.costs.known_costs import MeasuredParts
 from rannd.runtime.costs.learned_costs import StageTook
 from rannd.runtime.planning.plan_ahead import FASTER, Better, Request, look_up, start

@@ -27,11 +27,11 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.deployment import Deployment, Provenance, Slot, encode
+from rannd.plan.memory.replayed_memory import replayed
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
 from rannd.plan.search.ranking import simulated_us
-from rannd.plan.simulate.replayed_memory import replayed
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.points import Measured, is_plausible
 from rannd.runtime.costs.known_costs import MeasuredParts, with_costs
@@ -192,7 +192,7 @@ def run(request: Request) -> int:
             )
         except (RanndError, KeyError):  # a part that was not measured: the job itself will say what is wrong
             continue
-        found = replayed(request.task, blocks, costs, found, request.options, interleaved=request.interleaved)
+        found = replayed(request.task, blocks, of_blocks, found, request.options, interleaved=request.interleaved)
         found = msgspec.structs.replace(found, made=request.made, model=request.model)
         if wanted.instead is None:
             stored += client.put(wanted.key, encode(found))

@@ -40,11 +40,11 @@ from rannd.plan.deployment import (
     decode,
     encode,
 )
+from rannd.plan.memory.replayed_memory import replayed
 from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_lines
 from rannd.plan.plan_options import AUTO
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
-from rannd.plan.simulate.replayed_memory import replayed
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT

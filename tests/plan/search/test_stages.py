@@ -252,7 +252,7 @@ def test_plans_with_and_without_zero_are_compared_by_what_is_preferred(seed: int
 
 def test_the_bound_of_a_plan_that_was_simulated_faster_is_compared_as_its_e_is() -> None:
     """The plan has ZeRO, though the search prefers one without."""
-    instance = Instance(92, world=6, ops=8)
+    instance = Instance(126, world=6, ops=8)
     options = msgspec.structs.replace(instance.options, schedule="1f1b", virtual_stages="1")
     limit = math.ceil(instance.reference.smallest_memory() * 1.2)
     found = plan(

@@ -11,12 +11,12 @@ from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.grains import make_grains
 from rannd.plan.blocks.partitioning import Partitioning
-from rannd.plan.calibration import Correction
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
 from rannd.profile.costs import CostTable, LinkCost, RuntimeCost
 from rannd.profile.points import Measured, Point
+from rannd.runtime.costs.correction import Correction
 from rannd.runtime.costs.known_costs import MeasuredParts, with_costs
 from rannd.runtime.costs.learned_costs import MOST_STAGES, LearnedCosts, StageTook
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rannd.plan.memory.stage_lives import Backward, Done, Level, StageLives
 from rannd.plan.schedule.instructions import Instruction
 from rannd.plan.schedule.program import NOWHERE, TRANSFERS, Action, ActionKind, Edge
-from rannd.plan.simulate.stage_lives import Backward, Done, Level, StageLives
 from rannd.plan.simulate.step_costs import BUCKET, FIRST_BUCKET
 
 MOST_FREE = 8

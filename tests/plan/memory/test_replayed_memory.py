@@ -11,11 +11,11 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, decode, encode
+from rannd.plan.memory.replayed_memory import replayed
+from rannd.plan.memory.slot_lives import SMALL
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import RunMode
 from rannd.plan.simulate.layout import piece_rows
-from rannd.plan.simulate.replayed_memory import replayed
-from rannd.plan.simulate.slot_lives import SMALL
 from rannd.plan.slot_memory import slot_bytes
 
 PARAM = 1_000_000

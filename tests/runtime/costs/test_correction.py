@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from rannd.plan.calibration import ACTION_US, MOST_FACTOR, Correction, StageWork, fitted
+from rannd.runtime.costs.correction import ACTION_US, MOST_FACTOR, Correction, StageWork, fitted
 
 KINDS = ("products", "others")
 

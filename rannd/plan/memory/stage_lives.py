@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from rannd.plan.simulate.op_bytes import OpBytes, SavedBytes
+from rannd.plan.memory.op_bytes import OpBytes, SavedBytes
 
 
 class Level:

@@ -10,16 +10,16 @@ from msgspec.structs import replace
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.deployment import Deployment
+from rannd.plan.memory.op_bytes import OpBytes, SavedBytes
+from rannd.plan.memory.slot_lives import Holding, MessageBytes, most_bytes
+from rannd.plan.memory.stage_lives import StageLives
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
 from rannd.plan.schedule.instructions import instructions
 from rannd.plan.schedule.program import ActionKind, Edge, Layout, Program
 from rannd.plan.schedule.schedules import gpipe, planned_program
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows
-from rannd.plan.simulate.op_bytes import OpBytes, SavedBytes
 from rannd.plan.simulate.repeats import repeats
-from rannd.plan.simulate.slot_lives import Holding, MessageBytes, most_bytes
-from rannd.plan.simulate.stage_lives import StageLives
 from rannd.profile.costs import BlockCost
 
 MOST_WORK = 20_000
