@@ -92,6 +92,9 @@ class ProfileInputs:
         return _synthetic(shape, traced.dtype, self.device).requires_grad_(node in self.gradients)
 
 
+SMALL = 64 << 10
+"""Bytes of tensors that need no copies: they are read in next to no time wherever they are."""
+
 _ZEROED = {
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
     torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
@@ -131,19 +134,19 @@ class ProfiledPart:
         waiting, too_many = list(rows), 0
         error: ProfileError | None = None
         with kept_generators([sample.device]), sample.around():
-            tensors = self._tensors()
+            tensors = _InTurns([self._tensors()])
             while waiting:
                 count = waiting.pop(0)
                 try:
-                    activations, kept = _kept(part, sample, tensors, count)
+                    activations, kept = _kept(part, sample, tensors.next(), count)
                     forward, backward = self._runs(tensors, count, 1)
                     found[count] = Point(count, forward[0].us, sum(each.us for each in backward), 0.0, activations)
                 except Exception as exc:
                     if not is_out_of_memory(exc):
                         if error is not None:
                             break  # some models do not take fewer rows: BatchNorm needs two
-                        raise _cannot(part, sample, tensors, count, exc) from exc
-                    error, too_many = _cannot(part, sample, tensors, count, exc), count
+                        raise _cannot(part, sample, tensors.next(), count, exc) from exc
+                    error, too_many = _cannot(part, sample, tensors.next(), count, exc), count
                 if too_many:
                     # Halve the distance down to a row count that ran, or to one row, until the bound is within a factor
                     # of two.
@@ -170,20 +173,23 @@ class ProfiledPart:
         adding: tuple[Sample, ...] = ()
         start = time.perf_counter()
         with kept_generators([sample.device]), sample.around():
-            tensors = self._tensors()
+            tensors = self._copies(2 * max(runs.values()))
             for count, repeats in runs.items():
-                with _Meetings(meet, sample.device, repeats + (ceil(repeats / 2) if halves else 0)) as met:
+                tensors.release()
+                with _Meetings(meet, 2) as met:
                     try:
-                        forward, backward = self._runs(tensors, count, repeats, met)
-                        half = self._first_half(tensors, count, ceil(repeats / 2), met) if backward and halves else ()
+                        met()
+                        forward, backward = self._runs(tensors, count, repeats)
+                        met()
+                        half = self._first_half(tensors, count, ceil(repeats / 2)) if backward and halves else ()
                     except Exception as exc:
                         if not is_out_of_memory(exc):
-                            raise _cannot(part, sample, tensors, count, exc) from exc
+                            raise _cannot(part, sample, tensors.next(), count, exc) from exc
                         release_unused(sample.device)
                         continue
                 found[count] = RowSamples(forward, backward, half)
             meet()
-            adding = _adding(tensors.values(), sample.device)
+            adding = _adding(tensors.next().values(), sample.device)
         return Turn(found, adding, time.perf_counter() - start)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -197,17 +203,27 @@ class ProfiledPart:
             found[name] = tensor.requires_grad_(like.requires_grad)
         return found
 
-    def _runs(
-        self, tensors: Mapping[str, torch.Tensor], rows: int, repeats: int, met: Meet = lambda: None
-    ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+    def _copies(self, runs: int) -> _InTurns:
+        """Tensors for so many runs, that are not in caches: in a step other parts run before one runs again.
+
+        On an accelerator caches are driven out before each run. On a CPU that would drive out code, too, which takes
+        several runs to come back, and which a step has there; so each run reads other tensors, unless they are larger
+        than caches or next to nothing.
+        """
+        every = [self._tensors()]
+        if not is_accelerator(self._sample.device):
+            size = sum(tensor.nbytes for tensor in every[0].values())
+            every += [self._tensors() for _ in range(runs - 1) if SMALL < size < caches.LEAST]
+        return _InTurns(every)
+
+    def _runs(self, tensors: _InTurns, rows: int, repeats: int) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
         """Times of forwards, and of their backwards; () if there is none."""
         part, sample = self._part, self._sample
 
         def run(stamp: Stamp) -> None:
-            inputs = _inputs(part, sample, rows)
-            met()
+            inputs, own = _inputs(part, sample, rows), tensors.next()
             stamp()
-            roots = _forward(part, sample, inputs, tensors, rows)
+            roots = _forward(part, sample, inputs, own, rows)
             stamp()
             if not roots:
                 return
@@ -215,15 +231,11 @@ class ProfiledPart:
             stamp()
             torch.autograd.backward(roots, seeds)
             stamp()
-            for tensor in tensors.values():
-                tensor.grad = None
 
-        forward, *backward = spans(sample.device, run, repeats)
+        forward, *backward = spans(sample.device, run, repeats, untimed=_untimed(repeats))
         return tuple(forward), tuple(backward[0]) if backward else ()
 
-    def _first_half(
-        self, tensors: Mapping[str, torch.Tensor], rows: int, repeats: int, met: Meet
-    ) -> tuple[Sample, ...]:
+    def _first_half(self, tensors: _InTurns, rows: int, repeats: int) -> tuple[Sample, ...]:
         """Times of backwards that leave what can be delayed; () if there is nothing to delay."""
         part, sample, halves = self._part, self._sample, self._halves
         assert halves is not None
@@ -232,34 +244,50 @@ class ProfiledPart:
         def first_half(stamp: Stamp) -> None:
             nonlocal delayed
             queue = WeightQueue()
-            inputs = _inputs(part, sample, rows)
+            inputs, own = _inputs(part, sample, rows), tensors.next()
             with _any_writes(), torch.enable_grad():
-                outputs = halves.module(*inputs, *tensors.values(), *part.numbers_at(rows), queue)
+                outputs = halves.module(*inputs, *own.values(), *part.numbers_at(rows), queue)
             roots = _differentiable(outputs)
             seeds = [torch.ones_like(root) for root in roots]
-            met()
             stamp()
             torch.autograd.backward(roots, seeds)
             stamp()
             delayed = len(queue)  # none of frozen parameters
-            for tensor in tensors.values():
-                tensor.grad = None
 
-        (found,) = spans(sample.device, first_half, repeats)
+        (found,) = spans(sample.device, first_half, repeats, untimed=_untimed(repeats))
         return tuple(found) if delayed else ()
 
 
+class _InTurns:
+    """Copies of a part's tensors, for one run after the other. Gradients stay until a copy's next turn, or `release`:
+    in a step each parameter's has memory of its own."""
+
+    def __init__(self, every: Sequence[dict[str, torch.Tensor]]) -> None:
+        self._every, self._place = every, 0
+
+    def next(self) -> dict[str, torch.Tensor]:
+        self._place = (self._place + 1) % len(self._every)
+        found = self._every[self._place]
+        for tensor in found.values():
+            tensor.grad = None
+        return found
+
+    def release(self) -> None:
+        for _ in self._every:
+            self.next()
+
+
+def _untimed(repeats: int) -> int:
+    """Number of runs that are not timed before `repeats` others, which are more than two if they are short: these begin
+    with code that has left the caches meanwhile."""
+    return max(repeats - 2, 0)
+
+
 class _Meetings:
-    """Meets other ranks as often as announced: also where memory runs out on this one.
+    """Meets other ranks as often as announced: also where memory runs out on this one."""
 
-    On an accelerator they meet once, as runs are issued without waiting.
-    """
-
-    def __init__(self, meet: Meet, device: torch.device, count: int) -> None:
+    def __init__(self, meet: Meet, count: int) -> None:
         self._meet, self._left = meet, count
-        if is_accelerator(device):
-            meet()
-            self._left = 0
 
     def __enter__(self) -> Meet:
         return self
@@ -298,8 +326,9 @@ def _cannot(
 
 
 def _inputs(part: Part, sample: ProfileInputs, rows: int) -> list[torch.Tensor]:
-    """Return fresh inputs, with caches evicted: in a job inputs were just written, parameters were not."""
-    caches.evict(sample.device)
+    """Return fresh inputs, which are in the caches of a CPU: in a step they were just written. Parameters were not."""
+    if is_accelerator(sample.device):
+        caches.evict(sample.device)
     return [sample.value(node, rows) for node in part.inputs]
 
 
@@ -308,9 +337,11 @@ def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[Samp
     trained = [tensor for tensor in tensors if tensor.requires_grad]
 
     def add(stamp: Stamp) -> None:
-        for tensor in trained:
-            one, other = torch.ones_like(tensor), torch.empty_like(tensor)
-            caches.evict(device)
+        sums = [torch.ones_like(tensor) for tensor in trained]
+        caches.evict(device)
+        torch.ones(1, device=device).add_(1.0)  # what runs is there, what it reads is not
+        for one in sums:
+            other = torch.empty_like(one)
             with torch.no_grad():
                 other.fill_(1.0)  # as if it came from a backward
             stamp()
