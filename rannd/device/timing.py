@@ -265,7 +265,7 @@ def host_sample(first: HostTime, last: HostTime, *, disturbs: bool) -> Sample:
 _clock = HostClock()
 
 
-def spans(device: torch.device, action: Action, repeats: int = 1, *, untimed: int = 0) -> list[list[Sample]]:
+def spans(device: torch.device, action: Action, repeats: int = 1) -> list[list[Sample]]:
     """Return samples of each span of an action.
 
     Args:
@@ -273,7 +273,6 @@ def spans(device: torch.device, action: Action, repeats: int = 1, *, untimed: in
         action: Is run several times.
         repeats: Runs on the CPU, each of which is a sample. On an accelerator there is one sample of `REPEATS` runs by
             the host's clock and as many by the device's, after one that is not timed.
-        untimed: Runs on the CPU before them that are not timed.
     """
     if is_accelerator(device):
         if device not in _timers:
@@ -281,8 +280,6 @@ def spans(device: torch.device, action: Action, repeats: int = 1, *, untimed: in
         return [[Sample(span.us)] for span in _timers[device].spans(action, REPEATS)]
     disturbs = torch.get_num_threads() > 1 or not _clock.tells_delays
     found: list[list[Sample]] = []
-    for _ in range(untimed):
-        action(_nothing)
     for _ in range(repeats):
         stamps: list[HostTime] = []
         action(functools.partial(_note, _clock.read, stamps))

@@ -92,8 +92,8 @@ class ProfileInputs:
         return _synthetic(shape, traced.dtype, self.device).requires_grad_(node in self.gradients)
 
 
-SMALL = 64 << 10
-"""Bytes of tensors that need no copies: they are read in next to no time wherever they are."""
+SHORT = 2
+"""Runs of a turn, above which they are so short that it matters whether their code is in caches."""
 
 _ZEROED = {
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
@@ -173,15 +173,14 @@ class ProfiledPart:
         adding: tuple[Sample, ...] = ()
         start = time.perf_counter()
         with kept_generators([sample.device]), sample.around():
-            tensors = self._copies(2 * max(runs.values()))
+            tensors = self._copies()
             for count, repeats in runs.items():
-                tensors.release()
-                with _Meetings(meet, 2) as met:
+                with _Meetings(meet, sample.device, repeats + (ceil(repeats / 2) if halves else 0)) as met:
                     try:
-                        met()
-                        forward, backward = self._runs(tensors, count, repeats)
-                        met()
-                        half = self._first_half(tensors, count, ceil(repeats / 2)) if backward and halves else ()
+                        forward, backward = self._runs(tensors, count, repeats, met, short=repeats > SHORT)
+                        half: tuple[Sample, ...] = ()
+                        if backward and halves:
+                            half = self._first_half(tensors, count, ceil(repeats / 2), met, short=repeats > SHORT)
                     except Exception as exc:
                         if not is_out_of_memory(exc):
                             raise _cannot(part, sample, tensors.next(), count, exc) from exc
@@ -203,25 +202,22 @@ class ProfiledPart:
             found[name] = tensor.requires_grad_(like.requires_grad)
         return found
 
-    def _copies(self, runs: int) -> _InTurns:
-        """Tensors for so many runs, that are not in caches: in a step other parts run before one runs again.
-
-        On an accelerator caches are driven out before each run. On a CPU that would drive out code, too, which takes
-        several runs to come back, and which a step has there; so each run reads other tensors, unless they are larger
-        than caches or next to nothing.
-        """
+    def _copies(self) -> _InTurns:
+        """Tensors for runs: two copies, as one run prepares another one, unless they are larger than caches."""
         every = [self._tensors()]
-        if not is_accelerator(self._sample.device):
-            size = sum(tensor.nbytes for tensor in every[0].values())
-            every += [self._tensors() for _ in range(runs - 1) if SMALL < size < caches.LEAST]
+        if not is_accelerator(self._sample.device) and sum(each.nbytes for each in every[0].values()) < caches.LEAST:
+            every.append(self._tensors())
         return _InTurns(every)
 
-    def _runs(self, tensors: _InTurns, rows: int, repeats: int) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+    def _runs(
+        self, tensors: _InTurns, rows: int, repeats: int, met: Meet = lambda: None, *, short: bool = False
+    ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
         """Times of forwards, and of their backwards; () if there is none."""
         part, sample = self._part, self._sample
 
         def run(stamp: Stamp) -> None:
-            inputs, own = _inputs(part, sample, rows), tensors.next()
+            held = self._prepare(tensors, rows, met, short=short)
+            inputs, own = [sample.value(node, rows) for node in part.inputs], tensors.next()
             stamp()
             roots = _forward(part, sample, inputs, own, rows)
             stamp()
@@ -231,11 +227,13 @@ class ProfiledPart:
             stamp()
             torch.autograd.backward(roots, seeds)
             stamp()
+            del held
 
-        forward, *backward = spans(sample.device, run, repeats, untimed=_untimed(repeats))
+        forward, *backward = spans(sample.device, run, repeats)
+        tensors.release()
         return tuple(forward), tuple(backward[0]) if backward else ()
 
-    def _first_half(self, tensors: _InTurns, rows: int, repeats: int) -> tuple[Sample, ...]:
+    def _first_half(self, tensors: _InTurns, rows: int, repeats: int, met: Meet, *, short: bool) -> tuple[Sample, ...]:
         """Times of backwards that leave what can be delayed; () if there is nothing to delay."""
         part, sample, halves = self._part, self._sample, self._halves
         assert halves is not None
@@ -244,7 +242,8 @@ class ProfiledPart:
         def first_half(stamp: Stamp) -> None:
             nonlocal delayed
             queue = WeightQueue()
-            inputs, own = _inputs(part, sample, rows), tensors.next()
+            held = self._prepare(tensors, rows, met, short=short)
+            inputs, own = [sample.value(node, rows) for node in part.inputs], tensors.next()
             with _any_writes(), torch.enable_grad():
                 outputs = halves.module(*inputs, *own.values(), *part.numbers_at(rows), queue)
             roots = _differentiable(outputs)
@@ -253,14 +252,33 @@ class ProfiledPart:
             torch.autograd.backward(roots, seeds)
             stamp()
             delayed = len(queue)  # none of frozen parameters
+            del held
 
-        (found,) = spans(sample.device, first_half, repeats, untimed=_untimed(repeats))
+        (found,) = spans(sample.device, first_half, repeats)
+        tensors.release()
         return tuple(found) if delayed else ()
+
+    def _prepare(self, tensors: _InTurns, rows: int, met: Meet, *, short: bool) -> object:
+        """Bring caches into the state in which they are in a step, and meet the other ranks.
+
+        What a run reads and writes is not there, as other parts ran since: caches are driven out. But its code is, as
+        other parts have run the same. A short run is therefore prepared by another one, in other memory, which stays
+        taken as long as what is returned lives.
+        """
+        part, sample = self._part, self._sample
+        caches.evict(sample.device)
+        met()
+        if not short or is_accelerator(sample.device):
+            return None
+        inputs = [sample.value(node, rows) for node in part.inputs]
+        roots = _forward(part, sample, inputs, tensors.next(), rows)
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots], retain_graph=True)
+        return inputs, roots
 
 
 class _InTurns:
-    """Copies of a part's tensors, for one run after the other. Gradients stay until a copy's next turn, or `release`:
-    in a step each parameter's has memory of its own."""
+    """Copies of a part's tensors, for runs in turns. Gradients stay until a copy's next turn, or `release`."""
 
     def __init__(self, every: Sequence[dict[str, torch.Tensor]]) -> None:
         self._every, self._place = every, 0
@@ -277,17 +295,17 @@ class _InTurns:
             self.next()
 
 
-def _untimed(repeats: int) -> int:
-    """Number of runs that are not timed before `repeats` others, which are more than two if they are short: these begin
-    with code that has left the caches meanwhile."""
-    return max(repeats - 2, 0)
-
-
 class _Meetings:
-    """Meets other ranks as often as announced: also where memory runs out on this one."""
+    """Meets other ranks as often as announced: also where memory runs out on this one.
 
-    def __init__(self, meet: Meet, count: int) -> None:
+    On an accelerator they meet once, as runs are issued without waiting.
+    """
+
+    def __init__(self, meet: Meet, device: torch.device, count: int) -> None:
         self._meet, self._left = meet, count
+        if is_accelerator(device):
+            meet()
+            self._left = 0
 
     def __enter__(self) -> Meet:
         return self
@@ -323,13 +341,6 @@ def _cannot(
         f"{type(part.module).__name__} cannot be measured with {rows} rows on {sample.device}: "
         f"{where}{type(exc).__name__}: {str(exc).rstrip('.')}{advice}"
     )
-
-
-def _inputs(part: Part, sample: ProfileInputs, rows: int) -> list[torch.Tensor]:
-    """Return fresh inputs, which are in the caches of a CPU: in a step they were just written. Parameters were not."""
-    if is_accelerator(sample.device):
-        caches.evict(sample.device)
-    return [sample.value(node, rows) for node in part.inputs]
 
 
 def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[Sample, ...]:
