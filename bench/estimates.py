@@ -1,12 +1,14 @@
 """Compares the planner's estimates of a step with measurements: time and memory of many plans, two ranks on two cores.
 
-    python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT] [--memory]
+    python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT] [--memory | --calibrate]
 
 Linear layers (examples/tutorial.py), the convolutions of examples/digits.py and GPT-2 in two sizes each, with data
 parallelism and with two stages, 1 to 8 microbatches, 1F1B and GPipe, with and without recomputing. All are wrapped
 in one job and measured in turns, several steps of each per round; the first round is dropped. A step is the forward
 call and backward, without the optimizer's step: the slowest rank's time, starting from a barrier. Nothing in the
 planner is fitted to such steps; it uses only its measurements of blocks and links, made when each model was wrapped.
+With --calibrate a first job runs every other plan with a cache of its own and learns from its steps, and a second job
+predicts and runs the others, from which nothing was learned.
 
 time      median of the steps / prediction; in brackets half of the interquartile range, relative to the median
 memory    most bytes of tensors in a step and the optimizer's / planned bytes, of the rank where this is largest, with
@@ -29,9 +31,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _starting import home
 from _tensor_bytes import buffer_bytes, lying_and_peak
 
 RANKS = 2
+HALF = "BENCH_ESTIMATES_HALF"
+"""Variable of the ranks: 0 or 1, of every two plans the one that is run; unset: all."""
+AFTER = 8
+"""Steps after which a job learns: a round of `--steps 3` is four."""
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off"}
 PLANS: dict[str, dict[str, str]] = {
     "data parallel": {"PARTITION_NUM": "1", "PIPELINE_NUM": "1"},
@@ -79,13 +86,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of each configuration in a round")
     parser.add_argument("--only", default="", help="configurations with this in their name")
     parser.add_argument("--memory", action="store_true", help="measure no times")
+    parser.add_argument("--calibrate", action="store_true", help="plans that nothing was learned from, after others")
     options = parser.parse_args()
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         measure(options.rounds, options.steps, options.only, timed=not options.memory)
         return
     runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
     command = [str(runner), "-np", str(RANKS), "--show-ranks", "0", __file__, *sys.argv[1:]]
-    sys.exit(subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
+    if not options.calibrate:
+        sys.exit(subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
+    with home() as environment:
+        for half in "01":
+            cached = {"RANNC_CACHE": "on", "RANNC_CALIBRATE_AFTER": str(AFTER), HALF: half}
+            print("plans that are learned from" if half == "0" else "plans that are not", flush=True)
+            subprocess.run(command, env={**environment, **PLAIN, **cached}, check=True)
 
 
 def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
@@ -98,8 +112,10 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
     rank = pyrannc.get_rank()
     made: list[Configuration] = []
     for model_name, make, arguments, whole in models(CPU):
-        for plan_name, plan in PLANS.items():
+        for number, (plan_name, plan) in enumerate(PLANS.items()):
             name = f"{model_name}, {plan_name}"
+            if os.environ.get(HALF, str(number % 2)) != str(number % 2):
+                continue
             if only not in name or (whole and plan["PIPELINE_NUM"] != "1"):
                 continue
             for key in {key for each in PLANS.values() for key in each}:

@@ -501,7 +501,8 @@ class Config:
     )
     calibrate_after: int = item(
         20,
-        "Number of steps after which their times are stored beside the plan, for rannc-cache show; 0: never.",
+        "Number of steps after which their times are stored beside the plan, and used for the costs of later plans; "
+        "0: never.",
         group=_DEBUG,
         plan_affecting=False,
         least=0,
