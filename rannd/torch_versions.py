@@ -419,6 +419,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.ops.aten._fused_rms_norm", "rms_norm."),
     PrivateName("torch.ops.aten._grouped_mm", "Grouped matrix products, in mixtures of experts."),
     PrivateName("torch.ops.aten._log_softmax", "log_softmax."),
+    PrivateName("torch.ops.aten._native_batch_norm_legit", "batch_norm, in decompositions."),
     PrivateName("torch.ops.aten._native_multi_head_attention", "MultiheadAttention's fast path in evaluation."),
     PrivateName("torch.ops.aten._reshape_alias", "reshape."),
     PrivateName("torch.ops.aten._safe_softmax", "softmax with rows that are masked as a whole, in attention."),

@@ -26,6 +26,7 @@ FOLDERS = ("rannd", "pyrannc", "bench")
 OTHERS = {
     "_abc_impl": "of Python's abstract classes",
     "_asdict": "of Python's named tuples",
+    "_free": "of rannd's MessageBuffers, which bench/_tensor_bytes.py reads",
     "_graphs": "of rannd's Deployed, which bench/runtime.py reads",
     "_init_weights": "of transformers' models",
     "_inner": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
@@ -33,6 +34,7 @@ OTHERS = {
     "_native": "a namespace of torch's operators, which trace_grammar.py refuses",
     "_keys_to_ignore_on_load_missing": "of transformers' models",
     "_keys_to_ignore_on_load_unexpected": "of transformers' models",
+    "_player": "of rannd's Executor, which bench/_tensor_bytes.py reads",
     "_rannd_told": "of errors that rannd has told other ranks of",
     "_session": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
     "_tensors": "of rannd's Computing, which bench/runtime.py reads",

@@ -26,7 +26,7 @@ PLAN = {
     "RANNC_CACHE": "on",
     "OMP_NUM_THREADS": "1",
 }
-DOUBT = "stages take something else than their"
+DOUBT = "Stages take something else than their parts"
 
 
 def stages(output: str) -> list[tuple[int, float]]:
@@ -63,7 +63,7 @@ def test_a_spoilt_profile_heals_within_one_job(job: Job, monkeypatch: pytest.Mon
         measured = msgspec.msgpack.decode(client.get(slowest) or b"", type=Measured)
         points = tuple(
             msgspec.structs.replace(
-                each, forward_us=6 * each.forward_us, backward_us=6 * each.backward_us, weight_us=0.0, spread=0.0
+                each, forward_us=20 * each.forward_us, backward_us=20 * each.backward_us, weight_us=0.0, spread=0.0
             )
             for each in measured.points
         )

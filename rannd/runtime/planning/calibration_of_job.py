@@ -12,7 +12,7 @@ Then one of these things happens::
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -93,27 +93,21 @@ class Calibration:
             for stage, work in zip(took, works, strict=True)
         ]
         correction = fitted(works)
-        wrong = [stage for stage, work in zip(took, works, strict=True) if is_doubtful(work, correction)]
-        doubts = bool(wrong) and request.learned.doubts < MOST_DOUBTS
+        doubts = request.learned.doubts < MOST_DOUBTS and any(is_doubtful(work, correction) for work in works)
         call_us = min(rank.rest_us for rank in measured.ranks)
         learned = request.learned.and_those(took, call_us, doubts=doubts)
         client.put(self._key, msgspec.msgpack.encode(learned))
         if doubts:
-            self._distrust(request, parts, profile, wrong, client)
+            # Which stage is wrong is not known: the correction is one for all.
+            self._distrust(request, parts.wanted([stage.ops for stage in took]), profile, client)
         elif is_off(deployment, by_number):
             start(msgspec.structs.replace(request, learned=learned, profile=profile), _tell_better)
 
     def _distrust(
-        self,
-        request: Request,
-        parts: MeasuredParts,
-        profile: dict[str, Measured],
-        wrong: list[StageTook],
-        client: Client,
+        self, request: Request, parts: Collection[str], profile: Mapping[str, Measured], client: Client
     ) -> None:
-        """Let the next run measure the parts of stages again, and plan anew."""
-        doubted = parts.wanted([stage.ops for stage in wrong])
-        for part in doubted:
+        """Let the next run measure parts again, and plan anew."""
+        for part in parts:
             points = tuple(msgspec.structs.replace(point, spread=UNCERTAIN) for point in profile[part].points)
             key = profile_key(
                 block_hash=part,
@@ -126,10 +120,9 @@ class Calibration:
         (own,) = request.wanted
         client.discard(own.key, "stages take something else than their parts did when they were measured")
         log.get("RaNNCModule").warning(
-            "%d stages take something else than their %d parts did when these were measured. The next run measures "
-            "them again and makes a new plan",
-            len(wrong),
-            len(doubted),
+            "Stages take something else than their parts did when these were measured. The next run measures these %d "
+            "parts again and makes a new plan",
+            len(parts),
         )
 
 
