@@ -15,6 +15,7 @@ On the CPU a span costs its wall time, less what the thread waited for a process
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import resource
@@ -214,7 +215,7 @@ class _Schedstat:
         return int(os.pread(self._file, 64, 0).split()[1]) / 1e3
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):
+        with contextlib.suppress(AttributeError, OSError):  # the script may have closed all files
             os.close(self._file)
 
 
@@ -226,30 +227,55 @@ class HostClock:
 
     def read(self) -> HostTime:
         """Return the time."""
-        delayed_us = self.delayed_us()
-        return HostTime(time.perf_counter_ns() / 1e3, delayed_us, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
+        wall_ns, delayed_us = self.moment()
+        return HostTime(wall_ns / 1e3, delayed_us, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
 
-    def delayed_us(self) -> float:
-        """Return how long this thread has waited for a processor; 0 where the system does not tell."""
-        known, used = self._known, resource.getrusage(resource.RUSAGE_THREAD)
-        switches = used.ru_nvcsw + used.ru_nivcsw
+    def moment(self) -> tuple[int, float]:
+        """Return the wall clock in nanoseconds, and how long this thread has waited for a processor in microseconds.
+
+        The latter is 0 where the system does not tell it. Both are of one moment: nothing took the processor away
+        between them.
+        """
+        known = self._known
+        for _ in range(_ATTEMPTS):
+            delayed_us = self._delayed_us()
+            now = time.perf_counter_ns()
+            if _switches() == known.switches:
+                break
+        return now, delayed_us
+
+    def _delayed_us(self) -> float:
+        known, switches = self._known, _switches()
         if getattr(known, "process", 0) != os.getpid():  # a fork has its own
             known.process, known.switches, known.delayed_us = os.getpid(), -1, 0.0
             try:
                 known.schedstat = _Schedstat()
             except OSError:
                 known.schedstat = None
-        if known.schedstat is not None and switches != known.switches:  # it changes with them only
+        if switches != known.switches:  # it changes with them only
             known.switches = switches
-            known.delayed_us = known.schedstat.delayed_us()
+            try:
+                known.delayed_us = known.schedstat.delayed_us() if known.schedstat is not None else 0.0
+            except (OSError, IndexError, ValueError):  # the script has closed it
+                known.schedstat = None
         found: float = known.delayed_us
         return found
 
     @property
     def tells_delays(self) -> bool:
-        """Whether `delayed_us` is known."""
-        self.delayed_us()
+        """Whether delays are known."""
+        self._delayed_us()
         return self._known.schedstat is not None
+
+
+_ATTEMPTS = 5
+"""How often clocks are read again if the processor was taken away between them."""
+
+
+def _switches() -> int:
+    """How often this thread has left a processor."""
+    used = resource.getrusage(resource.RUSAGE_THREAD)
+    return used.ru_nvcsw + used.ru_nivcsw
 
 
 def host_sample(first: HostTime, last: HostTime, *, disturbs: bool) -> Sample:
@@ -259,7 +285,7 @@ def host_sample(first: HostTime, last: HostTime, *, disturbs: bool) -> Sample:
     delays are not known.
     """
     us = last.wall_us - first.wall_us - (last.delayed_us - first.delayed_us)
-    return Sample(us, disturbs and last.preempted > first.preempted)
+    return Sample(max(us, 0.0), disturbs and last.preempted > first.preempted)
 
 
 _clock = HostClock()

@@ -200,6 +200,8 @@ class Deployment(msgspec.Struct, frozen=True):
     """What segments that recompute start from is not in the device's memory between forward and backward."""
     reasons: tuple[Reason, ...] = ()
     """Why it was chosen; empty: nothing was compared."""
+    call_us: float = 0.0
+    """The part of `step_us` that the runtime takes itself, beside the actions of stages."""
 
     @property
     def offloads(self) -> tuple[bool, bool, bool]:

@@ -10,10 +10,10 @@ all parts are spread over time, and what varies much gets more turns, as far as 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import msgspec
 from torch.fx import Node
@@ -183,16 +183,17 @@ def _chosen(first: Mapping[str, Measured], turns: Mapping[str, Sequence[Turn]], 
 def _runs(first: Measured) -> dict[int, int]:
     """Return how often to run each row count in a turn."""
     return {
-        point.rows: min(max(ceil(RUN_US / max(point.forward_us + point.backward_us, 1.0)), FEWEST_RUNS), MOST_RUNS)
+        point.rows: min(max(math.ceil(RUN_US / max(point.forward_us + point.backward_us, 1.0)), FEWEST_RUNS), MOST_RUNS)
         for point in first.points
     }
 
 
 def _smaller(found: Measured, other: Measured | None) -> Measured:
-    """Join what two ranks have found: row counts that fit on both, and the tighter bound."""
+    """Join what two ranks have found: the tighter bound, and row counts that fit on both, or else below that bound."""
     if other is None:
         return found
     both = {point.rows for point in found.points} & {point.rows for point in other.points}
-    points = tuple(point for point in other.points if point.rows in both)
+    tighter = min((found, other), key=lambda each: each.too_many or math.inf)
+    points = tuple(point for point in tighter.points if point.rows in both) or tighter.points
     bounds = [each.too_many for each in (found, other) if each.too_many]
     return msgspec.structs.replace(other, points=points, too_many=min(bounds, default=0))

@@ -273,7 +273,8 @@ class ProfiledPart:
         inputs = [sample.value(node, rows) for node in part.inputs]
         roots = _forward(part, sample, inputs, tensors.next(), rows)
         if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots], retain_graph=True)
+            again = not sample.compiles  # compiled code gives its memory away, and cannot
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots], retain_graph=again)
         return inputs, roots
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,14 +247,32 @@ def test_a_processor_that_others_take_away_is_not_counted() -> None:
 
 def test_threads_and_forks_have_their_own_clocks() -> None:
     clock = HostClock()
-    before = clock.delayed_us()
+
+    def truth() -> float:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e3
+
+    def is_right() -> bool:
+        before, found, after = truth(), clock.moment()[1], truth()
+        return before <= found <= after
+
+    assert is_right()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(clock.delayed_us).result() >= 0
-    assert clock.delayed_us() >= before
+        assert pool.submit(is_right).result()
+    assert is_right()
     child = os.fork()
     if child == 0:
-        os._exit(0 if clock.tells_delays and clock.delayed_us() < 1e6 else 1)
+        os._exit(0 if is_right() else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_clock_whose_file_was_closed_tells_no_delays() -> None:
+    clock = HostClock()
+    assert clock.tells_delays
+    os.close(clock._known.schedstat._file)
+    clock._known.switches = -1
+    assert clock.moment()[1] >= 0
+    assert not clock.tells_delays
+    del clock._known.schedstat
 
 
 def test_twice_the_cache_of_a_device_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,12 +66,6 @@ class Correction(msgspec.Struct, frozen=True):
         """Return the factors of a kind of work: forward, backward."""
         return self.forward.get(kind, 1.0), self.backward.get(kind, 1.0)
 
-    @property
-    def is_plausible(self) -> bool:
-        """Whether `fitted` can have made it: validates what was read from a cache."""
-        factors = [*self.forward.values(), *self.backward.values()]
-        return all(LEAST_FACTOR <= each <= MOST_FACTOR for each in factors) and 0 <= self.action_us <= 1e6
-
 
 def fitted(stages: Sequence[StageWork]) -> Correction:
     """Return the correction that the measured stages of one or several plans say, as far as they do."""

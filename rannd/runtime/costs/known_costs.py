@@ -79,19 +79,20 @@ class MeasuredParts:
             found.append(total(costs, memory))
         return tuple(found)
 
-    def work(self, stages: Sequence[Ops], profile: Mapping[str, Measured], rows: int) -> list[StageCost]:
+    def work(self, stages: Sequence[Ops], profile: Mapping[str, Measured], rows: int, most: int) -> list[StageCost]:
         """What stages compute for a microbatch: the sums over their parts.
 
         Args:
             stages: Operators of each stage.
             profile: What was measured; KeyError for a part that was not.
             rows: Rows of the microbatch.
+            most: As for `costs`, which says between which measurements times are interpolated.
         """
         found = []
         for parts in self.of(stages):
             forward, backward, add_us = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
             for key, ops in zip(self.hashes(parts), parts, strict=True):
-                cost, kind = profile[key].cost(rows), self._kind(ops)
+                cost, kind = profile[key].cost(most), self._kind(ops)
                 forward[kind] += cost.forward_us.at(rows)
                 backward[kind] += cost.backward_us.at(rows)
                 add_us += cost.add_us
@@ -115,18 +116,19 @@ def with_costs(
     A stage that recomputes repeats its whole forward.
     """
     numbers = {op.name: number for number, op in enumerate(task.ops)}
-    rows = piece_rows(deployment.batch_rows, len(deployment.slots), deployment.microbatches)
+    rows, most = (piece_rows(deployment.batch_rows, len(deployment.slots), m) for m in (deployment.microbatches, 1))
     ops = [tuple(numbers[name] for name in stage.ops) for stage in deployment.stages]
     stages = []
-    for stage, work in zip(deployment.stages, parts.work(ops, profile, rows), strict=True):
+    for stage, work in zip(deployment.stages, parts.work(ops, profile, rows, most), strict=True):
         forward, backward = correction.forward_us(work.forward_us), correction.backward_us(work.backward_us)
         estimate, pieces = stage.estimate, stage.estimate.pieces
-        again = forward if stage.recompute else 0.0
+        again, repeated = (forward, estimate.forward_us) if stage.recompute else (0.0, 0.0)
+        own_us = estimate.backward_us - repeated - (pieces - 1) * work.add_us
         changed = msgspec.structs.replace(
             estimate,
             forward_us=pieces * forward,
             backward_us=pieces * (backward + again) + (pieces - 1) * work.add_us,
-            weight_us=estimate.weight_us / max(estimate.backward_us, 1e-3) * pieces * backward,
+            weight_us=min(estimate.weight_us / max(own_us, 1e-3), 1.0) * pieces * backward,
         )
         stages.append(msgspec.structs.replace(stage, estimate=changed))
     return msgspec.structs.replace(deployment, stages=tuple(stages))

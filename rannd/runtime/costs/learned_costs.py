@@ -25,6 +25,8 @@ class StageTook(msgspec.Struct, frozen=True, array_like=True):
     ops: tuple[int, ...]
     """Indices of its operators in the task graph."""
     rows: int
+    most: int
+    """Rows of the largest microbatch that its plan might have had."""
     forward_us: float
     backward_us: float
     """Both halves, without accumulating gradients."""
@@ -51,7 +53,7 @@ class LearnedCosts(msgspec.Struct, frozen=True):
         found = []
         for each in self.stages:
             try:
-                (work,) = parts.work([each.ops], profile, each.rows)
+                (work,) = parts.work([each.ops], profile, each.rows, each.most)
             except KeyError:
                 continue
             found.append(StageWork(work.forward_us, work.backward_us, each.forward_us, each.backward_us))
@@ -73,7 +75,7 @@ class LearnedCosts(msgspec.Struct, frozen=True):
             and self.doubts >= 0
             and len(self.stages) <= MOST_STAGES
             and all(
-                each.rows >= 1
+                1 <= each.rows <= each.most
                 and 0 < each.forward_us <= LONGEST_US
                 and 0 <= each.backward_us <= LONGEST_US
                 and all(0 <= op < ops for op in each.ops)

@@ -26,7 +26,7 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.simulate.layout import step_costs
 from rannd.plan.simulate.simulator import simulate
 from rannd.plan.simulate.timeline import Event, chrome_traces
-from rannd.profile.costs import LinkCost
+from rannd.profile.costs import LinkCost, RuntimeCost
 from rannd.runtime.binding.bound_graph import BoundGraph
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, meet
@@ -118,10 +118,14 @@ class StepMeasuring:
             self._written = True
             self._write(Path(self._settings.file))
         elif self.measured is None and self._settings.after and done >= self._settings.after:
-            self.measured = self._gather()
-            self._store(self.measured)
+            measured = self._gather()
+            if not all(rank.steps for rank in measured.ranks):
+                self._counted = 1  # a rank has recorded none of these steps: the next ones may do
+                return
+            self.measured = measured
+            self._store(measured)
             for call in self.gathered:
-                call(self.measured)
+                call(measured)
         elif self._counted > 1:
             self._recorder.count_step()
 
@@ -173,8 +177,8 @@ class StepMeasuring:
         nodes = [slot.node for slot in world.slots]
         try:
             _FILE.write(chrome_traces({"measured": measured, "predicted": self._predicted(came_us)}, nodes), file)
-        except UsageError as exc:  # the training is worth more
-            logger.error("%s", exc)
+        except Exception as exc:  # the training is worth more
+            logger.error("No timeline is written: %s", exc)
         else:
             logger.info("The timeline of a step was written to %s; open it in https://ui.perfetto.dev", file)
 
@@ -193,7 +197,12 @@ class StepMeasuring:
         program = bound.traffic_of(inside=self._inside).program
         options = planned.options
         costs = step_costs(
-            bound.graph.task, planned.deployment, *planned.links, overlap=not options.sync_allreduce, options=options
+            bound.graph.task,
+            planned.deployment,
+            *planned.links,
+            overlap=not options.sync_allreduce,
+            options=options,
+            runtime=RuntimeCost(0.0, planned.deployment.call_us),
         )
         events = simulate(program, costs, record=True).events
         return [msgspec.structs.replace(each, start_us=each.start_us + start_us) for each in events]

@@ -18,7 +18,8 @@ import msgspec
 
 from rannd import log
 from rannd.daemon.client.cache import Client
-from rannd.daemon.common.keys import Key, profile_key
+from rannd.daemon.common.keys import Key, measured_key, profile_key
+from rannd.device.identity import is_accelerator
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.deployment import Deployment, StageEstimate
 from rannd.plan.measured_step import MeasuredStep
@@ -58,7 +59,8 @@ class Calibration:
 
     def take(self, measured: MeasuredStep) -> None:
         """Take the times of all ranks. Collective, as rank 0 shares what it stores with other nodes."""
-        if self._world.rank == 0 and self._deployment.step_us:
+        queued = is_accelerator(self._world.device)  # its host does not wait for it: a step's time is not known
+        if self._world.rank == 0 and self._deployment.step_us and not queued:
             log.get("RaNNCModule").info("%s", comparison(self._deployment, measured))
         if self._cache.off:
             return
@@ -73,6 +75,8 @@ class Calibration:
                 self._learn(self._request, self._deployment, measured, client)
             except KeyError:  # a part that nobody has measured: the plan was made elsewhere
                 log.get("RaNNCModule").debug("Nothing was learned from the steps: costs of some parts are not known")
+            except Exception as exc:  # the training is worth more, and other ranks would wait for this one
+                log.get("RaNNCModule").warning("Nothing was learned from the steps: %s: %s", type(exc).__name__, exc)
 
     def _learn(self, request: Request, deployment: Deployment, measured: MeasuredStep, client: Client) -> None:
         grains = parts_of(request.task, compiled=request.compiled)
@@ -85,7 +89,9 @@ class Calibration:
         look_up(request, client, profile, parts.wanted([stage.ops for stage in took]))
         works = [
             StageWork(work.forward_us, work.backward_us, stage.forward_us, max(stage.backward_us - added, 0.0))
-            for stage, work in zip(took, parts.work([each.ops for each in took], profile, took[0].rows), strict=True)
+            for stage, work in zip(
+                took, parts.work([each.ops for each in took], profile, took[0].rows, took[0].most), strict=True
+            )
             for added in [work.add_us * (1 - 1 / max(deployment.microbatches, 1))]
         ]
         took = [
@@ -94,7 +100,8 @@ class Calibration:
         ]
         correction = fitted(works)
         doubts = request.learned.doubts < MOST_DOUBTS and any(is_doubtful(work, correction) for work in works)
-        call_us = min(rank.rest_us for rank in measured.ranks)
+        queued = is_accelerator(self._world.device)
+        call_us = 0.0 if queued else min(rank.rest_us for rank in measured.ranks)
         learned = request.learned.and_those(took, call_us, doubts=doubts)
         client.put(self._key, msgspec.msgpack.encode(learned))
         if doubts:
@@ -119,6 +126,7 @@ class Calibration:
             client.put(key, msgspec.msgpack.encode(msgspec.structs.replace(profile[part], points=points).lasting))
         (own,) = request.wanted
         client.discard(own.key, "stages take something else than their parts did when they were measured")
+        client.discard(measured_key(own.key.digest), "its plan is gone")
         log.get("RaNNCModule").warning(
             "Stages take something else than their parts did when these were measured. The next run measures these %d "
             "parts again and makes a new plan",
@@ -131,10 +139,11 @@ def comparison(deployment: Deployment, measured: MeasuredStep) -> str:
     slowest = max(measured.ranks, key=lambda rank: rank.step_us)
     whole = measured.step_us - deployment.step_us
     computing = slowest.computing_us - planned_computing_us(deployment, slowest.slot)
+    runtime = slowest.rest_us - deployment.call_us
     return (
         f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {deployment.step_us / 1e3:.1f} ms "
         f"({100 * whole / deployment.step_us:+.1f} %): computing {computing / 1e3:+.1f} ms, the runtime itself "
-        f"{slowest.rest_us / 1e3:+.1f} ms, waiting and transfers {(whole - computing - slowest.rest_us) / 1e3:+.1f} ms"
+        f"{runtime / 1e3:+.1f} ms, waiting and transfers {(whole - computing - runtime) / 1e3:+.1f} ms"
     )
 
 
@@ -160,7 +169,7 @@ def tells_little(deployment: Deployment) -> bool:
 def stages_took(request: Request, deployment: Deployment, measured: MeasuredStep) -> dict[int, StageTook]:
     """Return what the stages of a deployment took that repeat nothing, by number."""
     numbers = {op.name: number for number, op in enumerate(request.task.ops)}
-    rows = piece_rows(deployment.batch_rows, len(deployment.slots), deployment.microbatches)
+    rows, most = (piece_rows(deployment.batch_rows, len(deployment.slots), m) for m in (deployment.microbatches, 1))
     found = {}
     for number, stage in enumerate(deployment.stages):
         times = list(measured.of_stage(number))
@@ -168,9 +177,9 @@ def stages_took(request: Request, deployment: Deployment, measured: MeasuredStep
             continue
         forward = statistics.median(each.forward.quartile_us for each in times)
         backward = statistics.median(each.backward.quartile_us + each.weight.quartile_us for each in times)
-        if not forward:  # no step was as planned
+        if forward <= 0:  # it computes next to nothing
             continue
-        found[number] = StageTook(tuple(numbers[name] for name in stage.ops), rows, forward, backward)
+        found[number] = StageTook(tuple(numbers[name] for name in stage.ops), rows, most, forward, backward)
     return found
 
 

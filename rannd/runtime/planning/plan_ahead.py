@@ -140,17 +140,20 @@ def start(request: Request, tell: Callable[[Better], None] | None = None) -> Non
         stderr=subprocess.DEVNULL,
     )
     _running.append(process)
+    # It reads when it has imported what it needs, for which nobody waits.
+    threading.Thread(target=_attend, args=(process, data, tell), name="rannd-planning", daemon=True).start()
+
+
+def _attend(process: subprocess.Popen[bytes], data: bytes, tell: Callable[[Better], None] | None) -> None:
+    """Give the process what it needs, and tell what it tells."""
     assert process.stdin is not None
-    if tell is not None:
-        threading.Thread(target=_listen, args=(process, tell), name="rannd-replanning", daemon=True).start()
     with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has failed, plans are made when they are needed
         process.stdin.write(data)
-
-
-def _listen(process: subprocess.Popen[bytes], tell: Callable[[Better], None]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        tell(msgspec.json.decode(line, type=Better))
+    if tell is not None and process.stdout is not None:
+        with process.stdout:
+            for line in process.stdout:
+                tell(msgspec.json.decode(line, type=Better))
+    process.wait()
 
 
 def main() -> None:
@@ -193,15 +196,17 @@ def run(request: Request) -> int:
         except (RanndError, KeyError):  # a part that was not measured: the job itself will say what is wrong
             continue
         found = replayed(request.task, blocks, of_blocks, found, request.options, interleaved=request.interleaved)
-        found = msgspec.structs.replace(found, made=request.made, model=request.model)
+        found = msgspec.structs.replace(found, made=request.made, model=request.model, call_us=costs.runtime.call_us)
         if wanted.instead is None:
             stored += client.put(wanted.key, encode(found))
             continue
         now = with_costs(request.task, wanted.instead, measured, profile, correction)
         before_us = simulated_us(request.task, costs, now, request.options)
-        if found.step_us <= (1 - FASTER) * before_us and client.put(wanted.key, encode(found)):
+        if found.step_us > (1 - FASTER) * before_us:
+            continue
+        client.discard(measured_key(wanted.key.digest), "another plan takes its place")
+        if client.put(wanted.key, encode(found)):
             stored += 1
-            client.discard(measured_key(wanted.key.digest), "another plan has taken its place")
             better = Better(plan_line(found, range(world)), found.step_us, before_us)
             sys.stdout.buffer.write(msgspec.json.encode(better) + b"\n")
     return stored

@@ -217,7 +217,9 @@ class Planner:
         """What learns from the steps of a deployment. To be made while the cache is connected."""
         request: Request | None = None
         links = self._measuring.known_links() if self._world.rank == 0 else None
-        if self._world.rank == 0 and self._used is not None and self._config.cache == "on" and links is not None:
+        given = self._measuring.given  # times from a file, which stay what they are
+        usable = self._world.rank == 0 and self._config.cache == "on" and given is None
+        if usable and self._used is not None and links is not None:
             own = Wanted(self._used, self._world.slots, self.usable_memory, deployment)
             request = self._request(links, self._measuring.learned(), [own])
         return Calibration(self._world, self._context.cache, deployment, request, self._measuring.learned_key())
@@ -542,7 +544,9 @@ class Planner:
         deployment = replayed(
             self._graph.task, blocks, costs.blocks, deployment, self._options, interleaved=self._interleaved
         )
-        deployment = msgspec.structs.replace(deployment, made=target.made, model=_titled(self._context.model))
+        deployment = msgspec.structs.replace(
+            deployment, made=target.made, model=_titled(self._context.model), call_us=costs.runtime.call_us
+        )
         log.get("DPStaging").log(log.DETAIL, "\n".join(estimate_lines(deployment)))
         here = target.slots == self._world.slots
         for line in assignment_lines(deployment, self._world.rank_of_slot if here else range(len(target.slots))):

@@ -30,18 +30,17 @@ class HostRecorder(StepRecorder):
         """What the thread had waited for processors at the begin of what is going on."""
 
     def begin(self) -> Mark:
-        delayed_us = self._clock.delayed_us()
-        now = time.perf_counter_ns()
+        now, delayed_us = self._clock.moment()
         self._delayed_us[now] = delayed_us
         return now
 
     def end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: Mark) -> None:
-        end = time.perf_counter_ns()
+        end, delayed_us = self._clock.moment()
         assert type(begun) is int
         before = self._delayed_us.pop(begun, None)
         self._add(self._row, kind, src, dst, action, begun, end)
         if before is not None and kind in COMPUTING:
-            delayed_ns = int(1e3 * (self._clock.delayed_us() - before))
+            delayed_ns = int(1e3 * (delayed_us - before))
             self._row.delays[kind, src] = self._row.delays.get((kind, src), 0) + delayed_ns
 
     def begin_on_host(self) -> int:
@@ -69,10 +68,10 @@ class HostRecorder(StepRecorder):
         now = time.perf_counter_ns()
         self._row.end_ns = now
         self._row = StepRow(number, now)
-        self._rows.append(self._row)
 
     def count_step(self) -> None:
         self._row.counted = True
+        self._rows.append(self._row)
 
     def rows(self) -> list[StepRow]:
         return [row for row in self._rows if row.counted and row.end_ns and not row.pending]

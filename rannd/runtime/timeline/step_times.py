@@ -63,7 +63,7 @@ def _typical(rows: Sequence[StepRow], place: Place) -> Typical:
     for row in rows:
         if count := _count(row, place):
             each.append(_us(row, place) / count)
-            own.append(each[-1] - row.delays.get(place[:2], 0) / 1e3 / count)
+            own.append(max(each[-1] - row.delays.get(place[:2], 0) / 1e3 / count, 0.0))
     if not each:
         return Typical()
     return Typical(_middle(each), sorted(own)[len(own) // 4])

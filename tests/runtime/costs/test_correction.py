@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from rannd.runtime.costs.correction import ACTION_US, MOST_FACTOR, Correction, StageWork, fitted
+from rannd.runtime.costs.correction import ACTION_US, Correction, StageWork, fitted
 
 KINDS = ("products", "others")
 
@@ -74,7 +74,7 @@ def test_plans_that_were_not_used_are_predicted_no_worse() -> None:
                 other = computer.stages(count, scale)
                 before.append(error(other, Correction()))
                 after.append(error(other, correction))
-                assert after[-1] <= max(before[-1], 0.1) + 0.02, seed
+                assert after[-1] <= max(before[-1] + 0.02, 0.06), seed
     before.sort()
     after.sort()
     assert after[len(after) // 2] < 0.03 < before[len(before) // 2]
@@ -110,7 +110,6 @@ def test_stages_that_compute_less_than_predicted_have_no_negative_action() -> No
     found = fitted(stages)
     assert found.action_us == 0.0
     assert 0.8 < found.forward["a"] < 1.0
-    assert found.is_plausible
 
 
 def test_without_backward_or_any_stage_nothing_is_invented() -> None:
@@ -118,15 +117,3 @@ def test_without_backward_or_any_stage_nothing_is_invented() -> None:
     forward_only = fitted([StageWork({"a": 1000.0}, {}, 1200.0, 0.0)])
     assert forward_only.forward["a"] == pytest.approx(1.2, abs=0.05)
     assert Correction().forward_us({"a": 3.0, "b": 4.0}) == 7.0
-
-
-def test_a_stored_correction_that_none_can_be_is_known() -> None:
-    assert Correction().is_plausible
-    for wrong in (
-        Correction({"a": MOST_FACTOR + 1}),
-        Correction({}, {"a": math.nan}),
-        Correction({}, {"a": 0.0}),
-        Correction({}, {}, -1.0),
-        Correction({}, {}, math.inf),
-    ):
-        assert not wrong.is_plausible

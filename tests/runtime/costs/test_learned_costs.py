@@ -45,7 +45,8 @@ def profile(parts: MeasuredParts) -> dict[str, Measured]:
     found = {}
     for key, ops in parts.wanted([tuple(range(8))]).items():
         times = (1000.0, 2000.0) if parts.task.ops[ops[0]].target == "aten::linear" else (100.0, 300.0)
-        found[key] = Measured((Point(ROWS, *times, 0.0, 0.0),), add_us=10.0)
+        few = Point(ROWS // 4, 0.4 * times[0], 0.5 * times[1], 0.0, 0.0)
+        found[key] = Measured((few, Point(ROWS, *times, 0.0, 0.0)), add_us=10.0)
     return found
 
 
@@ -54,14 +55,16 @@ def blocks_of(parts: MeasuredParts) -> tuple[Block, ...]:
 
 
 def test_the_work_of_stages_is_that_of_their_parts_by_kind(parts: MeasuredParts, profile: dict[str, Measured]) -> None:
-    first, second = parts.work([(0, 1, 2), (3, 4, 5, 6, 7)], profile, ROWS)
+    first, second = parts.work([(0, 1, 2), (3, 4, 5, 6, 7)], profile, ROWS, ROWS)
     assert first.forward_us == {"products": 2000.0, "others": 100.0}
     assert second.backward_us == {"products": 4000.0, "others": 900.0}
     assert (first.add_us, second.add_us) == (30, 50)
-    (part,) = parts.work([(2,)], profile, 2 * ROWS)
-    assert part.forward_us == {"products": 2000.0}
+    (part,) = parts.work([(2,)], profile, 2 * ROWS, 2 * ROWS)
+    assert part.forward_us == {"products": pytest.approx(200 + 16 * 100)}
+    (part,) = parts.work([(2,)], profile, 1, ROWS)
+    assert part.forward_us == {"products": pytest.approx(200 + 100)}, "as the planner has it"
     with pytest.raises(KeyError):
-        parts.work([(0,)], {}, ROWS)
+        parts.work([(0,)], {}, ROWS, ROWS)
 
 
 def test_costs_of_blocks_are_corrected_by_kind(parts: MeasuredParts, profile: dict[str, Measured]) -> None:
@@ -78,8 +81,8 @@ def test_what_stages_took_becomes_a_correction_of_what_is_measured_now(
     parts: MeasuredParts, profile: dict[str, Measured]
 ) -> None:
     took = [
-        StageTook((0, 1, 2, 3), ROWS, 1.3 * 2200, 1.3 * 4600),
-        StageTook((4, 5, 6, 7), ROWS, 1.3 * 2200, 1.3 * 4600),
+        StageTook((0, 1, 2, 3), ROWS, ROWS, 1.3 * 2200, 1.3 * 4600),
+        StageTook((4, 5, 6, 7), ROWS, ROWS, 1.3 * 2200, 1.3 * 4600),
     ]
     learned = LearnedCosts().and_those(took, 500.0, doubts=False)
     correction = learned.correction(parts, profile)
@@ -100,7 +103,7 @@ def test_what_stages_took_becomes_a_correction_of_what_is_measured_now(
 def test_the_latest_stages_are_kept() -> None:
     learned = LearnedCosts()
     for number in range(MOST_STAGES):
-        learned = learned.and_those([StageTook((0,), 1, float(number + 1), 1.0)] * 2, 9.0 - number % 5, doubts=True)
+        learned = learned.and_those([StageTook((0,), 1, 1, float(number + 1), 1.0)] * 2, 9.0 - number % 5, doubts=True)
     assert len(learned.stages) == MOST_STAGES
     assert learned.stages[0].forward_us == MOST_STAGES
     assert learned.call_us == 5.0
@@ -115,12 +118,12 @@ def test_the_latest_stages_are_kept() -> None:
         LearnedCosts(call_us=-1.0),
         LearnedCosts(call_us=float("nan")),
         LearnedCosts(doubts=-1),
-        LearnedCosts(stages=(StageTook((0, 8), 1, 1.0, 1.0),)),
-        LearnedCosts(stages=(StageTook((0, 0), 1, 1.0, 1.0),)),
-        LearnedCosts(stages=(StageTook((0,), 0, 1.0, 1.0),)),
-        LearnedCosts(stages=(StageTook((0,), 1, 0.0, 1.0),)),
-        LearnedCosts(stages=(StageTook((0,), 1, 1.0, float("inf")),)),
-        LearnedCosts(stages=(StageTook((0,), 1, 1.0, 1.0),) * (MOST_STAGES + 1)),
+        LearnedCosts(stages=(StageTook((0, 8), 1, 1, 1.0, 1.0),)),
+        LearnedCosts(stages=(StageTook((0, 0), 1, 1, 1.0, 1.0),)),
+        LearnedCosts(stages=(StageTook((0,), 0, 1, 1.0, 1.0),)),
+        LearnedCosts(stages=(StageTook((0,), 1, 1, 0.0, 1.0),)),
+        LearnedCosts(stages=(StageTook((0,), 1, 1, 1.0, float("inf")),)),
+        LearnedCosts(stages=(StageTook((0,), 1, 1, 1.0, 1.0),) * (MOST_STAGES + 1)),
     ],
 )
 def test_what_cannot_have_been_learned_is_known(wrong: LearnedCosts) -> None:
@@ -134,7 +137,7 @@ def test_a_deployment_with_other_costs(parts: MeasuredParts, profile: dict[str, 
 
     def planned(correction: Correction) -> Deployment:
         costs = CostTable(
-            parts.costs(blocks, profile, ROWS, correction), link, None, RuntimeCost(correction.action_us, 0.0)
+            parts.costs(blocks, profile, 4 * ROWS, correction), link, None, RuntimeCost(correction.action_us, 0.0)
         )
         return plan(
             parts.task,
@@ -144,7 +147,7 @@ def test_a_deployment_with_other_costs(parts: MeasuredParts, profile: dict[str, 
             slots=(Slot(0, 0), Slot(0, 1)),
             batch_rows=8 * ROWS,
             memory_bytes=10**12,
-            options=PlanOptions(partition_num=2, pipeline_num=4, schedule="1f1b"),
+            options=PlanOptions(partition_num=2, pipeline_num=16, schedule="1f1b"),
         )
 
     correction = Correction({"products": 1.5, "others": 1.5}, {"products": 1.2, "others": 1.2}, 20.0)
