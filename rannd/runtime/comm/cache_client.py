@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ GIB = 1024**3
 T = TypeVar("T")
 
 _LISTED = msgspec.msgpack.Decoder(list[tuple[Key, bool]])
+_KEYS = msgspec.msgpack.Decoder(list[Key])
 _NUMBERS = msgspec.msgpack.Decoder(list[int])
 _VALUES = msgspec.msgpack.Decoder(list[bytes])
 
@@ -160,6 +161,17 @@ class Cache:
         self._lent.discard(key)
         if client is not None:
             client.discard(key, reason)
+
+    def discard_on_nodes(self, keys: Sequence[Key], reason: str) -> None:
+        """Discard what rank 0 has discarded in the other nodes' caches, too, from where it would come back. Collective.
+
+        `keys`: rank 0's count.
+        """
+        if self._world.nodes == 1 or self.off:
+            return
+        for key in _KEYS.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(list(keys)))):
+            if self._keeper is not None:
+                self._keeper.discard(key, reason)
 
     def _share(self) -> None:
         """Copy entries to the other nodes' caches: those that rank 0 has read and they lack, and those it has written.

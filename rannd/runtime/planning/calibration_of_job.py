@@ -43,6 +43,9 @@ MOST_DOUBTS = 2
 """How often parts of a graph are measured again for that reason: if it does not help, it is another one."""
 
 
+_DOUBTED = "stages take something else than their parts did when they were measured"
+
+
 class Calibration:
     """Learns from the steps of a deployment.
 
@@ -65,26 +68,32 @@ class Calibration:
         if self._cache.off:
             return
         with self._cache.connected():
-            client = self._cache.client
-            if self._request is None or client is None or tells_little(self._deployment):
-                return
-            if is_busy(measured):
-                log.get("RaNNCModule").info("Other processes use this machine: nothing is learned from these steps")
-                return
-            try:
-                self._learn(self._request, self._deployment, measured, client)
-            except KeyError:  # a part that nobody has measured: the plan was made elsewhere
-                log.get("RaNNCModule").debug("Nothing was learned from the steps: costs of some parts are not known")
-            except Exception as exc:  # the training is worth more, and other ranks would wait for this one
-                log.get("RaNNCModule").warning("Nothing was learned from the steps: %s: %s", type(exc).__name__, exc)
+            gone: list[Key] = []
+            if self._request is not None and self._cache.client is not None and not tells_little(self._deployment):
+                gone = self._learn_if_calm(self._request, measured, self._cache.client)
+            self._cache.discard_on_nodes(gone, _DOUBTED)
 
-    def _learn(self, request: Request, deployment: Deployment, measured: MeasuredStep, client: Client) -> None:
+    def _learn_if_calm(self, request: Request, measured: MeasuredStep, client: Client) -> list[Key]:
+        """Learn, unless other processes are busy; returns what was discarded."""
+        logger = log.get("RaNNCModule")
+        if is_busy(measured):
+            logger.info("Other processes use this machine: nothing is learned from these steps")
+            return []
+        try:
+            return self._learn(request, self._deployment, measured, client)
+        except KeyError:  # a part that nobody has measured: the plan was made elsewhere
+            logger.debug("Nothing was learned from the steps: costs of some parts are not known")
+        except Exception as exc:  # the training is worth more, and other ranks would wait for this one
+            logger.warning("Nothing was learned from the steps: %s: %s", type(exc).__name__, exc)
+        return []
+
+    def _learn(self, request: Request, deployment: Deployment, measured: MeasuredStep, client: Client) -> list[Key]:
         grains = parts_of(request.task, compiled=request.compiled)
         parts = MeasuredParts(request.task, grains.atoms if request.by_atoms else grains.grains, request.toolchain)
         by_number = stages_took(request, deployment, measured)
         took = list(by_number.values())
         if not took:
-            return
+            return []
         profile = dict(request.profile)
         look_up(request, client, profile, parts.wanted([stage.ops for stage in took]))
         works = [
@@ -106,14 +115,15 @@ class Calibration:
         client.put(self._key, msgspec.msgpack.encode(learned))
         if doubts:
             # Which stage is wrong is not known: the correction is one for all.
-            self._distrust(request, parts.wanted([stage.ops for stage in took]), profile, client)
-        elif is_off(deployment, by_number):
+            return self._distrust(request, parts.wanted([stage.ops for stage in took]), profile, client)
+        if is_off(deployment, by_number):
             start(msgspec.structs.replace(request, learned=learned, profile=profile), _tell_better)
+        return []
 
     def _distrust(
         self, request: Request, parts: Collection[str], profile: Mapping[str, Measured], client: Client
-    ) -> None:
-        """Let the next run measure parts again, and plan anew."""
+    ) -> list[Key]:
+        """Let the next run measure parts again, and plan anew; returns what is discarded."""
         for part in parts:
             points = tuple(msgspec.structs.replace(point, spread=UNCERTAIN) for point in profile[part].points)
             key = profile_key(
@@ -125,13 +135,15 @@ class Calibration:
             )
             client.put(key, msgspec.msgpack.encode(msgspec.structs.replace(profile[part], points=points).lasting))
         (own,) = request.wanted
-        client.discard(own.key, "stages take something else than their parts did when they were measured")
-        client.discard(measured_key(own.key.digest), "its plan is gone")
+        gone = [own.key, measured_key(own.key.digest)]
+        for each in gone:
+            client.discard(each, _DOUBTED)
         log.get("RaNNCModule").warning(
             "Stages take something else than their parts did when these were measured. The next run measures these %d "
             "parts again and makes a new plan",
             len(parts),
         )
+        return gone
 
 
 def comparison(deployment: Deployment, measured: MeasuredStep) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -80,8 +80,8 @@ def homes(daemon_home: Any) -> Iterator[list[Any]]:
         shutil.rmtree(base)
 
 
-def job(homes: list[Any], right: bool) -> list[Rank]:
-    """Looks the entry up on both ranks, whose check of it is this; ends as each job does."""
+def on_ranks(homes: list[Any], use: Callable[[Cache], None]) -> list[Rank]:
+    """Uses the cache on both ranks; ends as each job does."""
     meeting = Meeting()
     ranks = [Rank(rank, meeting) for rank in range(NODES)]
     clients = [client(home) for home in homes]
@@ -90,16 +90,25 @@ def job(homes: list[Any], right: bool) -> list[Rank]:
         cache = Cache(cast("World", ranks[rank]), config.Config())
         cache.connect = lambda: clients[rank]  # type: ignore[method-assign]
         with cache.connected():
-            found = cache.elsewhere(KEY)
-            assert found == b"value" * 1000
-            if right:
-                cache.accept(KEY, found)
-            else:
-                cache.discard(KEY, "wrong")
+            use(cache)
 
     with ThreadPoolExecutor(NODES) as both:
         list(both.map(play, range(NODES)))
     return ranks
+
+
+def job(homes: list[Any], right: bool) -> list[Rank]:
+    """Looks the entry up on both ranks, whose check of it is this."""
+
+    def use(cache: Cache) -> None:
+        found = cache.elsewhere(KEY)
+        assert found == b"value" * 1000
+        if right:
+            cache.accept(KEY, found)
+        else:
+            cache.discard(KEY, "wrong")
+
+    return on_ranks(homes, use)
 
 
 def held(home: Any, key: Key = KEY) -> bytes | None:
@@ -123,4 +132,12 @@ def test_what_is_right_is_copied_and_sent_once(homes: list[Any]) -> None:
 def test_what_is_wrong_is_copied_nowhere_and_discarded_where_it_was(homes: list[Any]) -> None:
     job(homes, right=False)
     assert held(homes[0]) is None
+    assert held(homes[1]) is None
+
+
+def test_what_rank_0_discards_does_not_come_back_from_other_nodes(homes: list[Any]) -> None:
+    def use(cache: Cache) -> None:
+        cache.discard_on_nodes([KEY] if cache.client is not None else [], "wrong")
+
+    on_ranks(homes, use)
     assert held(homes[1]) is None
