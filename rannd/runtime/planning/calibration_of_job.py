@@ -18,7 +18,7 @@ import msgspec
 
 from rannd import log
 from rannd.daemon.client.cache import Client
-from rannd.daemon.common.keys import Key, measured_key, profile_key
+from rannd.daemon.common.keys import Key, measured_key
 from rannd.device.identity import is_accelerator
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.deployment import Deployment, StageEstimate
@@ -26,11 +26,11 @@ from rannd.plan.measured_step import MeasuredStep
 from rannd.plan.simulate.layout import piece_rows
 from rannd.profile.points import Measured
 from rannd.profile.samples import UNCERTAIN
-from rannd.runtime.comm.cache_client import Cache
+from rannd.runtime.comm.cache_client import Cache, understood
 from rannd.runtime.comm.world import World
 from rannd.runtime.costs.correction import Correction, StageWork, fitted
 from rannd.runtime.costs.known_costs import MeasuredParts
-from rannd.runtime.costs.learned_costs import StageTook
+from rannd.runtime.costs.learned_costs import LearnedCosts, StageTook
 from rannd.runtime.planning.plan_ahead import FASTER, Better, Request, look_up, start
 
 BUSY = 1.25
@@ -43,6 +43,7 @@ MOST_DOUBTS = 2
 """How often parts of a graph are measured again for that reason: if it does not help, it is another one."""
 
 
+_LEARNED = msgspec.msgpack.Decoder(LearnedCosts)
 _DOUBTED = "stages take something else than their parts did when they were measured"
 
 
@@ -108,10 +109,12 @@ class Calibration:
             for stage, work in zip(took, works, strict=True)
         ]
         correction = fitted(works)
-        doubts = request.learned.doubts < MOST_DOUBTS and any(is_doubtful(work, correction) for work in works)
+        # Not what it was when this plan was made: other jobs may have learned since.
+        before = understood(client, self._key, client.get(self._key), _LEARNED, self._is_plausible) or LearnedCosts()
+        doubts = before.doubts < MOST_DOUBTS and any(is_doubtful(work, correction) for work in works)
         queued = is_accelerator(self._world.device)
         call_us = 0.0 if queued else min(rank.rest_us for rank in measured.ranks)
-        learned = request.learned.and_those(took, call_us, doubts=doubts)
+        learned = before.and_those(took, call_us, doubts=doubts)
         client.put(self._key, msgspec.msgpack.encode(learned))
         if doubts:
             # Which stage is wrong is not known: the correction is one for all.
@@ -120,20 +123,19 @@ class Calibration:
             start(msgspec.structs.replace(request, learned=learned, profile=profile), _tell_better)
         return []
 
+    def _is_plausible(self, found: LearnedCosts) -> bool:
+        return self._request is not None and found.is_plausible(len(self._request.task.ops))
+
     def _distrust(
         self, request: Request, parts: Collection[str], profile: Mapping[str, Measured], client: Client
     ) -> list[Key]:
         """Let the next run measure parts again, and plan anew; returns what is discarded."""
         for part in parts:
             points = tuple(msgspec.structs.replace(point, spread=UNCERTAIN) for point in profile[part].points)
-            key = profile_key(
-                block_hash=part,
-                device_model=request.device_model,
-                threads=request.threads,
-                versions=request.versions,
-                flags=request.flags,
+            client.put(
+                request.key_of(part),
+                msgspec.msgpack.encode(msgspec.structs.replace(profile[part], points=points).lasting),
             )
-            client.put(key, msgspec.msgpack.encode(msgspec.structs.replace(profile[part], points=points).lasting))
         (own,) = request.wanted
         gone = [own.key, measured_key(own.key.digest)]
         for each in gone:

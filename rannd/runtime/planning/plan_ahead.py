@@ -98,6 +98,16 @@ class Request(msgspec.Struct, frozen=True):
     max_bytes: int
     wanted: tuple[Wanted, ...]
 
+    def key_of(self, part: str) -> Key:
+        """Key of what was measured of a part."""
+        return profile_key(
+            block_hash=part,
+            device_model=self.device_model,
+            threads=self.threads,
+            versions=self.versions,
+            flags=self.flags,
+        )
+
 
 def next_slots(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
     """Return the slots that a job may have next, the most likely first.
@@ -215,17 +225,8 @@ def run(request: Request) -> int:
 def look_up(request: Request, client: Client, profile: dict[str, Measured], wanted: Iterable[str]) -> None:
     """Add to `profile` what the daemon has of these parts."""
     missing = [part for part in wanted if part not in profile]
-    keys = [
-        profile_key(
-            block_hash=part,
-            device_model=request.device_model,
-            threads=request.threads,
-            versions=request.versions,
-            flags=request.flags,
-        )
-        for part in missing
-    ]
-    for part, data in zip(missing, client.get_many(keys), strict=True):
+    found = client.get_many([request.key_of(part) for part in missing])
+    for part, data in zip(missing, found, strict=True):
         with contextlib.suppress(msgspec.DecodeError):  # the job itself will say so
-            if data is not None and is_plausible(found := msgspec.msgpack.decode(data, type=Measured)):
-                profile[part] = found
+            if data is not None and is_plausible(known := msgspec.msgpack.decode(data, type=Measured)):
+                profile[part] = known
