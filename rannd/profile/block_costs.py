@@ -147,7 +147,8 @@ def measure_missing(
     found = {key: counted(first[key], every) for key, every in turns.items()}
     noisy = sum(any(point.is_noisy for point in each.points) for each in found.values())
     if noisy and ranks.node == ranks.local == 0:
-        log.get("GraphProfiler").info(
+        log.get("GraphProfiler").log(
+            log.DETAIL,
             "The times of %d of %d parts vary by more than 5 %%: other processes use this machine. The next job that "
             "measures anything of this model measures them again",
             noisy,

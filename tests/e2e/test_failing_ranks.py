@@ -219,7 +219,7 @@ def test_a_plan_is_made_again_where_memory_is_not_free(job: Job, tmp_path: Path)
             break
         job.run("rannc-cache", "clear")
     assert output.count("stages 1") == 2, output
-    script.write_text(text.replace("LITTLE", "260"))
+    script.write_text(text.replace("LITTLE", "290"))
     output = job.run(*command, **settings)
     assert re.search(r"Planning again for .* of each device: rank \d's stage needs", output), output
     assert output.count("stages 2") == 2, output

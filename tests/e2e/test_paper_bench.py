@@ -85,11 +85,11 @@ def test_table_and_plan_are_those_of_the_page_and_of_rannc_run(job: Job, tmp_pat
     )
     assert told is not None, shown
     row = dict(zip(header, found, strict=True))
-    assert row["plan"] == f"{DEVICES}-way data parallel, ZeRO 1"
+    assert row["plan"] == f"{DEVICES}-way data parallel, ZeRO 2"
     assert told["stages"] == "1"
-    assert "schedule  1f1b, ZeRO 1;" in shown
+    assert "schedule  1f1b, ZeRO 2;" in shown
     assert row["microbatches"].startswith(f"{told['microbatches']} x ")
     assert float(row["samples/s"]) == pytest.approx(ROWS * DEVICES / float(told["ms"]) * 1e3, rel=1e-3)
     assert float(row["GiB"]) == pytest.approx(float(told["mib"]) / 1024, abs=0.051)
     assert row["data parallel"] == "is the plan"
-    assert row["next best"] == "none that fits"
+    assert re.fullmatch(r"none that fits|.* \d+\.\d+x", row["next best"].replace("at least ", ""))

@@ -86,6 +86,8 @@ class Measuring:
         """Measurements from a file, used in addition to those in the cache."""
         self.profile: dict[str, Measured] = {}
         """Known measurements of this graph's blocks, by hash."""
+        self.repeats = True
+        """Whether what is known, but noisy, is measured again."""
         self._measured_now: set[str] = set()
         """Those that this job has measured: what is noisy stays so for now."""
         self._compiled = None if context.config.compile_stages == "off" else MeasuredCode(context, graph)
@@ -140,7 +142,11 @@ class Measuring:
             self._world.broadcast_bytes(msgspec.msgpack.encode(self._known(wanted))), type=dict[str, Measured]
         )
         missing = {
-            each: self._lacking(self.profile.get(each), everything=everything, noisy=each not in self._measured_now)
+            each: self._lacking(
+                self.profile.get(each),
+                everything=everything,
+                noisy=self.repeats and each not in self._measured_now,
+            )
             for each in wanted
         }
         missing = {each: rows for each, rows in missing.items() if rows}

@@ -383,6 +383,7 @@ class Planner:
     def _replan_for_free_memory(self, deployment: Deployment, rank: int, need: int, there: int) -> Deployment:
         """Plan again for the memory that is free; returns `deployment` if no plan fits. Collective."""
         before, used, source = self.usable_memory, self._used, self._source
+        self._measuring.repeats = False  # it takes memory
         limit = lower_limit(there, self._config.mem_margin)
         what = _shortage(rank, need, there)
         if self._world.rank == 0:

@@ -12,7 +12,7 @@ import pyrannc
 from rannd.profile.costs import LinkCost
 from rannd.profile.links import measure_links
 from rannd.runtime.comm import world
-from rannd.runtime.planning import profiler
+from rannd.runtime.costs import profiler
 
 
 def told(group: dist.ProcessGroup, device: torch.device, pair: tuple[int, int] = (0, 1)) -> LinkCost:
