@@ -30,7 +30,8 @@ from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.stage_costs.intervals import Intervals, at
 from rannd.profile.analytic import analytic_costs
-from rannd.profile.block_costs import FEWEST_RUNS, TURNS
+from rannd.profile.block_costs import TURNS
+from rannd.profile.measure import FEWEST_RUNS
 from rannd.profile.points import Measured, Point, lacking
 
 DEVICES = 8

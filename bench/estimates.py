@@ -1,6 +1,6 @@
 """Compares the planner's estimates of a step with measurements: time and memory of many plans, two ranks on two cores.
 
-    python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT] [--memory | --calibrate]
+    python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT] [--memory | --calibrate] [--busy 0]
 
 Linear layers (examples/tutorial.py), the convolutions of examples/digits.py and GPT-2 in two sizes each, with data
 parallelism and with two stages, 1 to 8 microbatches, 1F1B and GPipe, with and without recomputing. All are wrapped
@@ -8,7 +8,7 @@ in one job and measured in turns, several steps of each per round; the first rou
 call and backward, without the optimizer's step: the slowest rank's time, starting from a barrier. Nothing in the
 planner is fitted to such steps; it uses only its measurements of blocks and links, made when each model was wrapped.
 With --calibrate a first job runs every other plan with a cache of its own and learns from its steps, and a second job
-predicts and runs the others, from which nothing was learned.
+predicts and runs the others, from which nothing was learned. --busy lets so many processes come and go meanwhile.
 
 time      median of the steps / prediction; in brackets half of the interquartile range, relative to the median
 memory    most bytes of tensors in a step and the optimizer's / planned bytes, of the rank where this is largest, with
@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _busy import busy
 from _starting import home
 from _tensor_bytes import buffer_bytes, lying_and_peak
 
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="configurations with this in their name")
     parser.add_argument("--memory", action="store_true", help="measure no times")
     parser.add_argument("--calibrate", action="store_true", help="plans that nothing was learned from, after others")
+    parser.add_argument("--busy", type=int, default=0, help="processes that come and go beside all of it")
     options = parser.parse_args()
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         measure(options.rounds, options.steps, options.only, timed=not options.memory)
@@ -94,8 +96,9 @@ def main() -> None:
     runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
     command = [str(runner), "-np", str(RANKS), "--show-ranks", "0", __file__, *sys.argv[1:]]
     if not options.calibrate:
-        sys.exit(subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
-    with home() as environment:
+        with busy(options.busy):
+            sys.exit(subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
+    with home() as environment, busy(options.busy):
         for half in "01":
             cached = {"RANNC_CACHE": "on", "RANNC_CALIBRATE_AFTER": str(AFTER), HALF: half}
             print("plans that are learned from" if half == "0" else "plans that are not", flush=True)

@@ -23,17 +23,11 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
+
+from _busy import busy
 
 PLAN = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "8", "RANNC_CACHE": "off", "OMP_NUM_THREADS": "1"}
-BUSY = """
-import random, time
-memory = bytearray(64 << 20)
-while True:
-    until = time.monotonic() + 1.5 * random.random()
-    while time.monotonic() < until:
-        memory[::64] = memory[::64]
-    time.sleep(random.random())
-"""
 WIDTH, LAYERS, WORDS, LENGTH, ROWS = 256, 6, 8192, 128, 16
 """Of GPT-2, and of a rank's mini-batch."""
 NEAR = 1.02
@@ -50,18 +44,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         cuts: dict[int, list[Path]] = defaultdict(list)
-        others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(options.busy)]
-        try:
+        with busy(options.busy):
             for number in range(options.runs):
                 file = Path(folder) / str(number)
                 told = job(1, SAVE_DEPLOYMENT="true", DEPLOYMENT_FILE=str(file))
                 cuts[told["operators"]].append(file)
                 stages = ", ".join(f"{1e-3 * us:.1f}" for us in told["stages_us"])
                 print(f"run {number}: first stage has {told['operators']} operators; stages {stages} ms", flush=True)
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
         times: dict[int, list[float]] = defaultdict(list)
         for number in range(options.rounds):
             for cut, files in sorted(cuts.items(), reverse=bool(number % 2)):
@@ -74,7 +63,7 @@ def main() -> None:
     print(f"{good} of {options.runs} plans are within {NEAR - 1:.0%} of the best")
 
 
-def job(steps: int, **items: str) -> dict[str, list[float] | int]:
+def job(steps: int, **items: str) -> dict[str, Any]:
     """Run a job of two ranks; returns what the first one tells."""
     runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
     variables = {**PLAN, "RANNC_LOG_LEVEL": "warn", **{f"RANNC_{name}": value for name, value in items.items()}}
@@ -85,7 +74,7 @@ def job(steps: int, **items: str) -> dict[str, list[float] | int]:
     told = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not told:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    found: dict[str, list[float] | int] = json.loads(told[-1])
+    found: dict[str, Any] = json.loads(told[-1])
     return found
 
 

@@ -22,7 +22,7 @@ from rannd import log
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import Part, extract
 from rannd.log import Progress
-from rannd.profile.measure import Meet, ProfiledPart, ProfileInputs, finish
+from rannd.profile.measure import FEWEST_RUNS, Meet, ProfiledPart, ProfileInputs, finish
 from rannd.profile.points import Measured
 from rannd.profile.samples import Turn, counted
 
@@ -32,8 +32,8 @@ LONG_S = 2.0
 """Total seconds of a part's turns after which it has no others, unless it varies."""
 RUN_US = 10_000.0
 """Microseconds of forwards and backwards in a turn, of one part with one number of rows, at least,"""
-FEWEST_RUNS, MOST_RUNS = 2, 5
-"""but not less or more runs than these."""
+MOST_RUNS = 5
+"""but not more runs than these, nor less than `FEWEST_RUNS`."""
 EXTRA_S = 1.0
 """Seconds for turns of parts that vary; for large models as long as the first turns took, if that is more."""
 MOST_TURNS = 12

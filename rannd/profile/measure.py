@@ -92,8 +92,8 @@ class ProfileInputs:
         return _synthetic(shape, traced.dtype, self.device).requires_grad_(node in self.gradients)
 
 
-SHORT = 2
-"""Runs of a turn, above which they are so short that it matters whether their code is in caches."""
+FEWEST_RUNS = 2
+"""Minimum of runs in a turn. Parts that have more are so short that it matters whether their code is in caches."""
 
 _ZEROED = {
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
@@ -177,10 +177,10 @@ class ProfiledPart:
             for count, repeats in runs.items():
                 with _Meetings(meet, sample.device, repeats + (ceil(repeats / 2) if halves else 0)) as met:
                     try:
-                        forward, backward = self._runs(tensors, count, repeats, met, short=repeats > SHORT)
+                        forward, backward = self._runs(tensors, count, repeats, met, short=repeats > FEWEST_RUNS)
                         half: tuple[Sample, ...] = ()
                         if backward and halves:
-                            half = self._first_half(tensors, count, ceil(repeats / 2), met, short=repeats > SHORT)
+                            half = self._first_half(tensors, count, ceil(repeats / 2), met, short=repeats > FEWEST_RUNS)
                     except Exception as exc:
                         if not is_out_of_memory(exc):
                             raise _cannot(part, sample, tensors.next(), count, exc) from exc

@@ -97,7 +97,7 @@ class Instance:
     def demand(self, **items: int) -> None:
         self.options = self.reference.options = PlanOptions(max_pipeline=self.options.max_pipeline, **items)
 
-    def plan(self, memory: int = PLENTY) -> Deployment:
+    def plan(self, memory: int = PLENTY, *, ranked: bool = False) -> Deployment:
         return plan(
             self.graph,
             self.blocks,
@@ -109,6 +109,7 @@ class Instance:
             options=self.options,
             interleaved=self.interleaved,
             way=self.way,
+            ranked=ranked,
         )
 
 

@@ -90,7 +90,7 @@ class StepMeasuring:
         self.measured: MeasuredStep | None = None
         """Times of all ranks, on all ranks, once they are gathered."""
         self.gathered: list[Callable[[MeasuredStep], None]] = []
-        """Called on all ranks when they are."""
+        """Called on all ranks when they are, while the cache is connected."""
         global _latest
         _latest = self
 
@@ -123,9 +123,10 @@ class StepMeasuring:
                 self._counted = 1  # a rank has recorded none of these steps: the next ones may do
                 return
             self.measured = measured
-            self._store(measured)
-            for call in self.gathered:
-                call(measured)
+            with self._cache.connected():
+                self._store(measured)
+                for call in self.gathered:
+                    call(measured)
         elif self._counted > 1:
             self._recorder.count_step()
 
@@ -138,12 +139,9 @@ class StepMeasuring:
         return MeasuredStep(MEASURED_FORMAT, tuple(sorted(told, key=lambda rank: rank.slot)))
 
     def _store(self, measured: MeasuredStep) -> None:
-        key = self._planned.key
-        if key is None or self._cache.off:
-            return
-        with self._cache.connected():
-            if self._cache.client is not None:
-                self._cache.client.put(measured_key(key.digest), encode_measured(measured))
+        key, client = self._planned.key, self._cache.client
+        if key is not None and client is not None:
+            client.put(measured_key(key.digest), encode_measured(measured))
 
     def dump(self) -> None:
         """Write the timeline of the latest step that was as planned."""

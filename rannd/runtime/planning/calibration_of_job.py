@@ -62,17 +62,14 @@ class Calibration:
         self._world, self._cache, self._deployment, self._request, self._key = world, cache, deployment, request, key
 
     def take(self, measured: MeasuredStep) -> None:
-        """Take the times of all ranks. Collective, as rank 0 shares what it stores with other nodes."""
+        """Take the times of all ranks. Collective, while the cache is connected."""
         queued = is_accelerator(self._world.device)  # its host does not wait for it: a step's time is not known
         if self._world.rank == 0 and self._deployment.step_us and not queued:
             log.get("RaNNCModule").info("%s", comparison(self._deployment, measured))
-        if self._cache.off:
-            return
-        with self._cache.connected():
-            gone: list[Key] = []
-            if self._request is not None and self._cache.client is not None and not tells_little(self._deployment):
-                gone = self._learn_if_calm(self._request, measured, self._cache.client)
-            self._cache.discard_on_nodes(gone, _DOUBTED)
+        gone: list[Key] = []
+        if self._request is not None and self._cache.client is not None and not tells_little(self._deployment):
+            gone = self._learn_if_calm(self._request, measured, self._cache.client)
+        self._cache.discard_on_nodes(gone, _DOUBTED)
 
     def _learn_if_calm(self, request: Request, measured: MeasuredStep, client: Client) -> list[Key]:
         """Learn, unless other processes are busy; returns what was discarded."""
@@ -92,22 +89,17 @@ class Calibration:
         grains = parts_of(request.task, compiled=request.compiled)
         parts = MeasuredParts(request.task, grains.atoms if request.by_atoms else grains.grains, request.toolchain)
         by_number = stages_took(request, deployment, measured)
-        took = list(by_number.values())
-        if not took:
+        if not by_number:
             return []
         profile = dict(request.profile)
-        look_up(request, client, profile, parts.wanted([stage.ops for stage in took]))
-        works = [
-            StageWork(work.forward_us, work.backward_us, stage.forward_us, max(stage.backward_us - added, 0.0))
-            for stage, work in zip(
-                took, parts.work([each.ops for each in took], profile, took[0].rows, took[0].most), strict=True
-            )
-            for added in [work.add_us * (1 - 1 / max(deployment.microbatches, 1))]
-        ]
-        took = [
-            msgspec.structs.replace(stage, backward_us=work.measured_backward_us)
-            for stage, work in zip(took, works, strict=True)
-        ]
+        look_up(request, client, profile, parts.wanted([stage.ops for stage in by_number.values()]))
+        took, works = [], []
+        for number, stage in by_number.items():
+            (cost,) = parts.work([stage.ops], profile, stage.rows, stage.most)
+            more = 1 - 1 / deployment.stages[number].estimate.pieces  # the first microbatch's gradients are not added
+            alone = msgspec.structs.replace(stage, backward_us=max(stage.backward_us - more * cost.add_us, 0.0))
+            took.append(alone)
+            works.append(StageWork(cost.forward_us, cost.backward_us, alone.forward_us, alone.backward_us))
         correction = fitted(works)
         # Not what it was when this plan was made: other jobs may have learned since.
         before = understood(client, self._key, client.get(self._key), _LEARNED, self._is_plausible) or LearnedCosts()
@@ -130,12 +122,12 @@ class Calibration:
         self, request: Request, parts: Collection[str], profile: Mapping[str, Measured], client: Client
     ) -> list[Key]:
         """Let the next run measure parts again, and plan anew; returns what is discarded."""
+        again = 0
         for part in parts:
             points = tuple(msgspec.structs.replace(point, spread=UNCERTAIN) for point in profile[part].points)
-            client.put(
-                request.key_of(part),
-                msgspec.msgpack.encode(msgspec.structs.replace(profile[part], points=points).lasting),
-            )
+            doubted = msgspec.structs.replace(profile[part], points=points).lasting
+            client.put(request.key_of(part), msgspec.msgpack.encode(doubted))
+            again += any(point.is_noisy for point in points)  # those that take next to no time are not
         (own,) = request.wanted
         gone = [own.key, measured_key(own.key.digest)]
         for each in gone:
@@ -143,7 +135,7 @@ class Calibration:
         log.get("RaNNCModule").warning(
             "Stages take something else than their parts did when these were measured. The next run measures these %d "
             "parts again and makes a new plan",
-            len(parts),
+            again,
         )
         return gone
 

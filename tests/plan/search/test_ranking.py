@@ -14,24 +14,13 @@ from rannd.plan.plan_lines import alternative_lines
 from rannd.plan.plan_text import show
 from rannd.plan.search import ranking
 from rannd.plan.search.candidates import EvenSplit
-from rannd.plan.search.planner import plan
 from rannd.plan.search.ranking import rank
 from rannd.plan.search.stages import e_of
 
 
 def ranked(instance: Instance, memory: int) -> Deployment:
-    return plan(
-        instance.graph,
-        instance.blocks,
-        instance.costs,
-        world=instance.world,
-        slots=instance.slots,
-        batch_rows=instance.batch_rows,
-        memory_bytes=memory,
-        options=instance.options,
-        interleaved=instance.interleaved,
-        ranked=True,
-    )
+    instance.way = None
+    return instance.plan(memory, ranked=True)
 
 
 def test_what_is_not_simulated_would_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
