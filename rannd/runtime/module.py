@@ -38,6 +38,7 @@ from rannd.runtime.wrapping.other_wrappers import (
     NOT_EXPORTED,
     refuse_data_parallel,
     refuse_sharding,
+    refuse_trainer,
     warn_of_mixed_precision,
 )
 from rannd.runtime.wrapping.rannc_api import check_options
@@ -80,6 +81,9 @@ class RaNNCModule(nn.Module):
         outputs: Which outputs besides a loss training returns. "auto": all but those of more than 64 KiB per sample
             that another stage would have to send; using one of these raises StepError. "all": all outputs.
         scaler: The script's GradScaler; allows backward to run inside the forward call also under fp16 autocast.
+        total_calls: Number of the model's calls in the whole training (evaluation and calls whose gradients are added
+            count, too), if the script knows it. With ``replan = "now"`` a better plan is then taken only if the
+            remaining ones save more time than the change takes.
         gather_inputs: If False, rank 0's mini-batch is the whole batch and its outputs are returned on every rank, as
             in a single process; of the other ranks' arguments only the structure is used.
         allreduce_amp_master_params, check_unused_values: No effect: gradients of master parameters are reduced anyway,
@@ -114,6 +118,7 @@ class RaNNCModule(nn.Module):
         outputs: str = "auto",
         scaler: torch.amp.GradScaler | None = None,
         checkpoint: str | Path | None = None,
+        total_calls: int | None = None,
     ) -> None:
         super().__init__()
         shorten_tracebacks()
@@ -125,6 +130,8 @@ class RaNNCModule(nn.Module):
         )
         if outputs not in ("auto", "all"):
             raise UsageError(f'outputs={outputs!r}; use "auto" or "all"')
+        if total_calls is not None and total_calls < 1:
+            raise UsageError(f"total_calls={total_calls}; it is the number of the model's calls, 1 or more")
         check_model(model)
         if optimizer is not None:
             check_optimizer(optimizer, model)
@@ -157,6 +164,7 @@ class RaNNCModule(nn.Module):
             all_outputs=outputs == "all",
             scaler=scaler,
             shared=not gather_inputs,
+            total_calls=total_calls,
         )
         self._scaler = scaler
         self._session = Session(Context.of(current(config), config, model, optimizer, options))
@@ -297,6 +305,10 @@ class RaNNCModule(nn.Module):
         """
         save_file(self.deployment, Path(file))
 
+    def _get_name(self) -> str:
+        """Return the name of the wrapped model's class, by which Trainer knows how labels are to be smoothed."""
+        return str(self._inner._get_name())
+
     def __repr__(self) -> str:
         """Show the wrapped model, as DistributedDataParallel does."""
         inner = repr(self._inner).replace("\n", "\n  ")
@@ -305,6 +317,7 @@ class RaNNCModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes in the wrapped model, then among those that RaNNC's wrapper has."""
         refuse_data_parallel(name)
+        refuse_trainer(name)
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -47,6 +47,15 @@ def refuse_data_parallel(attribute: str) -> None:
         )
 
 
+def refuse_trainer(attribute: str) -> None:
+    """UsageError at an attribute that Hugging Face's Trainer looks at first: it would save on rank 0 alone."""
+    if attribute == "hf_device_map" and sys._getframe(2).f_globals.get("__name__") == "transformers.trainer":
+        raise UsageError(
+            "transformers.Trainer(model=RaNNCModule(..)): use pyrannc.integrations.transformers.RaNNCTrainer instead, "
+            "with the model itself, which it wraps"
+        )
+
+
 def warn_of_mixed_precision() -> None:
     """Warn, when Accelerate prepares a RaNNCModule, that its mixed_precision is left to the script."""
     accelerate: Any = sys.modules.get("accelerate")
