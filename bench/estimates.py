@@ -160,6 +160,10 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
     memory = torch.tensor([each.memory() for each in made], dtype=torch.float64)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     if rank == 0:
+        plan = made[-1].wrapped.deployment
+        print(
+            f"\nruntime: a call {plan.call_us:.0f} us, each computation and message {plan.host_us:.0f} us of the host"
+        )
         if timed:
             show_times(made, times.tolist())
         show_memory(made, memory.tolist())

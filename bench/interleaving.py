@@ -60,8 +60,8 @@ from rannd.plan.simulate.step_costs import StepCosts
 from rannd.plan.simulate.timeline_drawing import draw
 from rannd.plan.slot_memory import fullest_bytes, stages_by_slots
 from rannd.plan.virtual.virtual_asked import VirtualAsked, shapes_of
-from rannd.plan.virtual.virtual_plans import VirtualPlans
-from rannd.plan.virtual.virtual_search import HOST_US, SLACK, least_us
+from rannd.plan.virtual.virtual_plans import HOST_US, VirtualPlans
+from rannd.plan.virtual.virtual_search import SLACK, least_us
 from rannd.plan.virtual.virtual_shapes import PASSES, has_passes
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable

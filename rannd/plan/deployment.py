@@ -201,7 +201,9 @@ class Deployment(msgspec.Struct, frozen=True):
     reasons: tuple[Reason, ...] = ()
     """Why it was chosen; empty: nothing was compared."""
     call_us: float = 0.0
-    """The part of `step_us` that the runtime takes itself, beside the actions of stages."""
+    """The part of `step_us` that the runtime takes itself, once,"""
+    host_us: float = 0.0
+    """and for each computation and message; see `RuntimeCost`."""
 
     @property
     def offloads(self) -> tuple[bool, bool, bool]:

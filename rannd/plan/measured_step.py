@@ -12,7 +12,7 @@ import msgspec
 from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment
 
-MEASURED_FORMAT = 1
+MEASURED_FORMAT = 2
 LONGEST_STEP_US = 1e12
 """Eleven days."""
 _MOST_BYTES = 64 * 2**20
@@ -23,8 +23,8 @@ class Typical(msgspec.Struct, frozen=True, array_like=True):
     """Microseconds of what was done once in several steps: of one microbatch, the mean of each step."""
 
     median_us: float = 0.0
-    quartile_us: float = 0.0
-    """Lower quartile of what it took by itself, without waiting for a processor that other processes had."""
+    own_us: float = 0.0
+    """Likewise, without waiting for a processor that other processes had."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -74,6 +74,17 @@ class RankTimes(msgspec.Struct, frozen=True):
     """What of it is waited for, when all is computed; with the wait for what replicas share (ZeRO 2 and 3)."""
     between_us: float
     """From the end of a step to the begin of the next one: the optimizer's step, and what else the script does."""
+    sends: int = 0
+    """Messages that it sends in a step."""
+    host_us: float = 0.0
+    """What its host does in a step beside computing and waiting: sending, and the runtime's own. Without waiting for a
+    processor that other processes had."""
+
+    @property
+    def handled(self) -> int:
+        """Computations and messages of a step."""
+        halves = sum(each.pieces * (2 + (each.weight.median_us > 0)) for each in self.stages)
+        return halves + sum(each.messages for each in self.waits) + self.sends
 
     @property
     def computing_us(self) -> float:
@@ -90,12 +101,24 @@ class RankTimes(msgspec.Struct, frozen=True):
         return max(self.step_us - self.computing_us - waits - self.send_us, 0.0)
 
 
+class Flight(msgspec.Struct, frozen=True, array_like=True):
+    """How long values were on their way from a stage to the next one, for ranks that waited for them."""
+
+    src: int
+    dst: int
+    between: bool
+    """Whether the ranks are on different nodes."""
+    us: float
+    """From the end of sending to the end of receiving."""
+
+
 class MeasuredStep(msgspec.Struct, frozen=True):
     """Times of all ranks of a deployment."""
 
     format: int
     ranks: tuple[RankTimes, ...]
     """By slot."""
+    flights: tuple[Flight, ...] = ()
 
     @property
     def step_us(self) -> float:
@@ -142,6 +165,9 @@ def _wrong(measured: MeasuredStep, deployment: Deployment) -> str:
     if [rank.slot for rank in measured.ranks] != list(range(len(deployment.slots))):
         return f"{len(measured.ranks)} ranks, of {len(deployment.slots)} devices"
     last = len(deployment.stages)
+    for flight in measured.flights:
+        if not (0 <= flight.src < flight.dst < last and 0 <= flight.us <= LONGEST_STEP_US):
+            return f"values were {flight.us} us on their way from stage {flight.src} to {flight.dst}"
     for rank in measured.ranks:
         stages = [number for number, stage in enumerate(deployment.stages) if rank.slot in stage.slots]
         if [each.stage for each in rank.stages] != stages:

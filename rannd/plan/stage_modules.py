@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 from rannd.graph.fx.ir import TaskGraph
 
@@ -19,9 +20,9 @@ def stage_modules(graph: TaskGraph, stages: Sequence[Sequence[int]]) -> list[str
     """
     homes: dict[str, set[int]] = {}
     for number, ops in enumerate(stages):
-        for op in ops:
-            for module in _around(graph.ops[op].module):
-                homes.setdefault(module, set()).add(number)
+        for module in {graph.ops[op].module for op in ops}:
+            for each in _around(module):
+                homes.setdefault(each, set()).add(number)
 
     def whole(module: str) -> str:
         return next((each for each in _around(module) if len(homes[each]) == 1), module)
@@ -30,11 +31,11 @@ def stage_modules(graph: TaskGraph, stages: Sequence[Sequence[int]]) -> list[str
     return [_range(whole(modules[0]), whole(modules[-1])) if modules else "" for modules in named]
 
 
-def _around(module: str) -> Iterator[str]:
-    """Yield the modules that contain a module, outermost first, and the module itself: a, a.b, a.b.c."""
+@lru_cache(maxsize=1 << 16)
+def _around(module: str) -> tuple[str, ...]:
+    """Return the modules that contain a module, outermost first, and the module itself: a, a.b, a.b.c."""
     parts = module.split(".") if module else []
-    for count in range(1, len(parts) + 1):
-        yield ".".join(parts[:count])
+    return tuple(".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def _range(first: str, last: str) -> str:

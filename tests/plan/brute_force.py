@@ -124,18 +124,21 @@ class Reference:
                 forward, backward = (max(forward, half) + (most - 1) * forward) / most, max(backward, half)
             elif self.zero == 3:
                 forward, backward = max(forward, half), max(backward, 2 * half)
+            host = runtime.host_us * (1 + (start > 0) + (end < len(self.blocks)))
             values = grads = 0.0
             if several:
                 values = (link if near.values else between).p2p_us(self._bytes(start, end, "received", rows))
                 grads = (link if near.grads else between).p2p_us(self._bytes(start, end, "sent_grad", rows))
                 fill += link.p2p_us(self._bytes(start, end, "given", rows))
                 fill += link.p2p_us(self._bytes(start, end, "output_grad", rows))
-            fill += values + forward + grads + backward - weight
+            fill += values + forward + grads + backward - weight + 2 * host
             if plan.schedule != "gpipe":
                 filled = min(math.ceil(self.world / count) - 1, most - 1) * min(weight, forward)
-                rounds.append([(most - 1) * max(forward + backward + adding, values, grads) + weight - filled])
+                longest = max(forward + backward + adding + 2 * host, values, grads)
+                rounds.append([(most - 1) * longest + weight - filled])
             else:
-                rounds.append([(most - 1) * max(forward, values), (most - 1) * max(backward + adding, grads)])
+                each = max(forward + host, values), max(backward + adding + host, grads)
+                rounds.append([(most - 1) * us for us in each])
             nodes = [slot.node for slot in self.slots]
             all_over = link if nodes[0] == nodes[-1] else between
             whole = over.allreduce_us(own, count) * (0.5 if self.zero >= 2 else 1) + all_over.allreduce_us(

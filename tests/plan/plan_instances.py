@@ -76,7 +76,8 @@ class Instance:
         self.blocks: tuple[Block, ...] = make_blocks(Partitioning.of(self.graph), self.options, world=self.world)
         self.costs: CostTable = random_costs(random, len(self.blocks))
         if seed % 2:
-            runtime = RuntimeCost(Random(seed).choice([0.5, 20.0]), Random(seed).choice([0.0, 30.0]))
+            action_us, call_us = Random(seed).choice([0.5, 20.0]), Random(seed).choice([0.0, 30.0])
+            runtime = RuntimeCost(action_us, call_us, Random(seed + 1).choice([0.0, 5.0, 40.0]))
             self.costs = msgspec.structs.replace(self.costs, runtime=runtime)
         self.interleaved = random.random() < 0.7
         run = way or RunMode("1f1b" if self.interleaved else "gpipe")

@@ -68,7 +68,9 @@ def test_a_step_takes_as_long_as_the_slowest_rank_from_the_agreement_on() -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format=MEASURED_FORMAT + 1), "format 2, this version of rannd reads 1"),
+        (lambda d: d.update(flights=[[0, 9, False, 1.0]]), "from stage 0 to 9"),
+        (lambda d: d.update(flights=[[0, 1, False, -1.0]]), "were -1.0 us on their way"),
+        (lambda d: d.update(format=MEASURED_FORMAT + 1), "format 3, this version of rannd reads 2"),
         (lambda d: d.pop("ranks"), "missing required field `ranks`"),
         (lambda d: d["ranks"].pop(), "3 ranks, of 4 devices"),
         (lambda d: d["ranks"].reverse(), "4 ranks, of 4 devices"),

@@ -35,6 +35,7 @@ from rannd.plan.search.virtual_planner import VirtualJob, challenged, forced
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.intervals import Intervals
+from rannd.plan.stage_costs.least_terms import families
 from rannd.plan.stage_costs.shared_tables import SharedTables
 from rannd.plan.stage_costs.stage_parts import StagePart, stage_name, stages_of
 from rannd.plan.stage_costs.variant import Variant
@@ -110,7 +111,8 @@ def plan(
     counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=opaque_code(graph))
     counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
-    shared = SharedTables(Intervals(graph, blocks, costs.blocks, options), machine)
+    rows = [piece_rows(batch_rows, world, count) for count in counts]
+    shared = SharedTables(Intervals(graph, blocks, costs.blocks, options), machine, rows)
     replicas = _replicas(options, world)
     job = VirtualJob(graph, blocks, costs, slots, batch_rows, memory_bytes, options, shared, counts, replicas.tolist())
     offloads = _offloads(options, chosen, way)
@@ -161,15 +163,17 @@ def plan(
         used = [PARAMS_ZERO] if offload.params else zeros
         every = tables(replicas, limit, False, zeros=used, offload=offload)
         free_zero = way is None and options.zero_stage == AUTO and not offload.params
-        if free_zero and world > 1 and any(each.tight for each in every):
+        known = families(every)
+        if free_zero and world > 1 and any(least.tight for least, _ in known):
             used = runnable  # memory asks for it
-            every += tables(replicas, limit, False, zeros=runnable[1:], offload=offload)
+            more = tables(replicas, limit, False, zeros=runnable[1:], offload=offload)
+            every, known = every + more, known + families(more)
         if ranked:  # the best ones with and without ZeRO are simulated, and others that E may be wrong about
             groups = [[each for each in every if bool(each.variant.zero) == divided] for divided in (False, True)]
             plain, sharded = (best_choice(group, stages=stages, near=_MOST_NEAR) for group in groups)
             found = plain.or_better(sharded)
         else:
-            found = best_choice(every, stages=stages)
+            found = best_choice(every, stages=stages, known=known)
         if found.choice is None:
             needs.append(smallest_memory(every, stages=stages))
             continue

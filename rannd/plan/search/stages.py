@@ -17,20 +17,28 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from operator import le
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from rannd.plan.run_modes import Offload, Time, preference_us
-from rannd.plan.search.bounds import ANY, COARSE, FINE, Bounds, sharpen
+from rannd.plan.search.bounds import COARSE, FINE, Bounds, exclude, sharpen
+from rannd.plan.stage_costs.least_terms import LeastTerms, families
 from rannd.plan.stage_costs.stage_terms import StageTerms
 from rannd.plan.stage_costs.variant import Variant
-from rannd.plan.topology import Table
+from rannd.plan.topology import Counts, Table
 
 EFFORT = 200_000
 """Maximum effort of a search to prove that its plan is the best: partial plans expanded times devices (plus 8, for
 costs that do not depend on devices); a few seconds."""
+
+_FEW = 16
+"""So many partial plans are expanded before closer bounds are found (`FINE`), which takes about as long. They often
+tell that no plan is better than what is known."""
 
 NEAR = 1.25
 """E may be so wrong, relative to another plan's."""
@@ -114,7 +122,14 @@ class _Partial(msgspec.Struct, frozen=True):
     parent: _Partial | None = None
 
 
-def best_choice(tables: Sequence[StageTerms], *, stages: int, effort: int = EFFORT, near: int = 0) -> Found:
+def best_choice(
+    tables: Sequence[StageTerms],
+    *,
+    stages: int,
+    effort: int = EFFORT,
+    near: int = 0,
+    known: Sequence[tuple[LeastTerms, int]] = (),
+) -> Found:
     """Return the preferred one of all plans that fit: the one with the smallest E, as E is compared.
 
     Of equal plans the first one found is kept; the order is deterministic.
@@ -125,36 +140,48 @@ def best_choice(tables: Sequence[StageTerms], *, stages: int, effort: int = EFFO
         effort: Maximum effort of the proof.
         near: For so many variants, the most promising ones, `passed` also has a good plan that is not better than
             what was found before, if its E is less than `NEAR` times as large.
+        known: `families` of the tables, if they were made before.
     """
     if not tables:
         return Found(None, math.inf, True)
     best: Choice | None = None
     passed: list[Choice] = []
-    searches = []
-    known: dict[tuple[Variant, bytes], Bounds | None] = {}  # of all orders of slots, which are the same to one stage
-    for table in tables:
-        key = msgspec.structs.replace(table.variant, placement=""), table.replicas.tobytes()
-        several = stages != 1 and table.blocks > 1 and table.replicas[0] < table.world
-        if key not in known:
-            known[key] = Bounds(table, stages) if several else None
-            alone = e_of(table, (0,), (table.world,)) if stages in (0, 1) else None
-            if alone is not None and (best is None or alone.preference_us < best.preference_us):
-                best = alone
-                passed.append(alone)
-        if (bounds := known[key]) is not None:
-            searches.append(_Search(table, bounds, stages))
+    of_tables = known or families(tables)
+    bounds: dict[LeastTerms, Bounds] = {}
+    for least in dict.fromkeys(each for each, _ in of_tables):
+        for table, us in zip(least.tables, least.alone() if stages in (0, 1) else (), strict=False):
+            if preference_us(table.variant.zero, us) < (math.inf if best is None else best.preference_us):
+                alone = e_of(table, (0,), (table.world,))
+                if alone is not None and (best is None or alone.preference_us < best.preference_us):
+                    best = alone
+                    passed.append(alone)
+        if stages != 1 and least.blocks > 1 and least.replicas[0] < least.world:
+            bounds[least] = Bounds(least, stages, close=not near)
+    searches = [
+        _Search(table, bounds[least], place, stages)
+        for table, (least, place) in zip(tables, of_tables, strict=True)
+        if least in bounds
+    ]
     waiting = sorted(searches, key=lambda each: each.bound)
+    wanted = near > 0
+    """Whether plans near the best one are: bounds that are close, as those of `fit`, would leave hardly any."""
     while waiting:
-        below = math.inf
+        below = math.inf if best is None else best.preference_us * (NEAR if near > 0 else 1)
+        exclude(_asked(waiting, below))
+        waiting = [each for each in waiting if each.bound < below]
+        if not waiting:
+            break
         if best is None:  # then there is nothing to compare the others with
+            if not wanted and sum(each.bounds.fit() for each in waiting):
+                waiting.sort(key=lambda each: each.bound)
             _sharpen(waiting[:1], below, COARSE)
         else:
-            below = best.preference_us * (NEAR if near > 0 else 1)
-            for number in (ANY, COARSE):
-                _sharpen(waiting, below, number)
+            for each in waiting if not wanted else ():
+                each.bounds.fit()
+            _sharpen(waiting, below, COARSE)
             waiting.sort(key=lambda each: each.bound)
         if waiting[0].bound >= below:
-            break
+            continue
         found = waiting.pop(0).dive(below)
         near -= best is not None
         if found is not None:
@@ -173,24 +200,36 @@ def e_of(table: StageTerms, starts: tuple[int, ...], replicas: tuple[int, ...]) 
     for start, end, count, used in reversed(choice.spans(table.blocks)):
         terms = table.stages(end, used)
         place = (start, table.column(count))
+        if not np.isfinite(terms.fill[place]):
+            return None
         fill += float(terms.fill[place])
         rounds = np.maximum(rounds, terms.rounds[(slice(None), *place)])
         left_over = max(float(terms.exposed[place]), left_over - float(terms.drain[place]))
     step_us = fill + float(rounds.sum()) + left_over
-    return Choice(table.variant, starts, replicas, step_us) if np.isfinite(step_us) else None
+    return Choice(table.variant, starts, replicas, step_us)
+
+
+class _Extended(NamedTuple):
+    """A partial plan with one more stage: ``[start, number of replicas]`` of that one."""
+
+    bound: Table
+    """Lower bound of E."""
+    fill: Table
+    rounds: list[Table]
+    left_over: Table
 
 
 class _Search:
     """Partial plans of one variant, with two or more stages. Their bounds are compared as E is (`preference_us`)."""
 
-    def __init__(self, table: StageTerms, bounds: Bounds, stages: int) -> None:
-        self.table, self.bounds = table, bounds
-        self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if table.counts.steady else 3) + (0.0,))
+    def __init__(self, table: StageTerms, bounds: Bounds, place: int, stages: int) -> None:
+        self.table, self.bounds, self.place = table, bounds, place
+        self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if bounds.steady else 3) + (0.0,))
 
     @property
     def bound(self) -> float:
         """Lower bound for all plans."""
-        return self.compared(self.bounds.root)
+        return self.compared(self.bounds.root[self.place])
 
     def compared(self, us: Time) -> Time:
         """Return what plans of this variant that take so long are compared by."""
@@ -198,43 +237,47 @@ class _Search:
 
     def children(self, partial: _Partial, below: float) -> Iterator[tuple[float, _Partial]]:
         """Yield `partial` extended by one stage, with its bound, where that is below `below`."""
-        bound, *terms = self._extended(partial)
-        bound = self.compared(bound)
-        for start, step in zip(*np.nonzero(bound < below), strict=True):
-            yield float(bound[start, step]), self._child(partial, int(start), int(step), terms)
+        extended = self._extended(partial)
+        bound = self.compared(extended.bound)
+        places = np.nonzero(bound < below)
+        yield from zip(bound[places].tolist(), self._children(partial, places, extended), strict=True)
 
-    def _child(self, partial: _Partial, start: int, step: int, terms: Sequence[Table]) -> _Partial:
-        fill, rounds, left_over = terms
-        found = (float(fill[start, step]), *map(float, rounds[:, start, step]), float(left_over[start, step]))
-        return _Partial(
-            start, partial.used + int(self.table.replicas[step]), max(partial.stages - 1, 0), found, partial
-        )
+    def _children(self, partial: _Partial, places: tuple[Counts, ...], extended: _Extended) -> Iterator[_Partial]:
+        """Yield `partial` extended by stages at these places of the tables: starts, numbers of replicas."""
+        _, fill, rounds, left_over = extended
+        starts, steps = places
+        used = (partial.used + self.table.replicas[steps]).tolist()
+        found = (fill[places].tolist(), *(each[places].tolist() for each in rounds), left_over[places].tolist())
+        stages = max(partial.stages - 1, 0)
+        for start, devices, *each in zip(starts.tolist(), used, *found, strict=True):
+            yield _Partial(start, devices, stages, tuple(each), partial)
 
-    def _extended(self, partial: _Partial) -> tuple[Table, Table, Table, Table]:
-        """Return bound of E, fill, rounds, reduction left with one more stage: ``[.., start, number of replicas]``."""
+    def _extended(self, partial: _Partial) -> _Extended:
+        """Return what a partial plan is with one more stage."""
         end, used = partial.start, partial.used
         stage = self.table.stages(end, used)
         left = self.table.world - used
         stages = max(partial.stages - 1, 0)
-        rest_rounds, rest, together, forward = self.bounds.of(stages, end, left)
+        rest_rounds, rest, together, forward = self.bounds.of(self.place, stages, end, left)
         fill = partial.terms[0] + stage.fill
-        rounds = np.maximum(stage.rounds, np.array(partial.terms[1:-1])[:, None, None])
+        rounds = [np.maximum(each, before) for each, before in zip(stage.rounds, partial.terms[1:-1], strict=True)]
         left_over = np.maximum(stage.exposed, partial.terms[-1] - stage.drain)
-        bound = np.maximum(rest, left_over + forward) + np.maximum(rounds.sum(axis=0), rest_rounds)
+        bound = np.maximum(rest, left_over + forward) + np.maximum(reduce(np.add, rounds), rest_rounds)
         bound = fill + np.maximum(bound, together)
         if partial is self.root:
             bound[0] = np.inf  # bounds do not hold for a single stage
-        return bound, fill, rounds, left_over
+        return _Extended(bound, fill, rounds, left_over)
 
     def dive(self, below: float) -> Choice | None:
         """Find a good plan greedily, by the stage with the smallest bound; None if it is not better than `below`."""
         partial = self.root
         while partial.start:
-            bound, *terms = self._extended(partial)
-            start, step = np.unravel_index(bound.argmin(), bound.shape)
+            extended = self._extended(partial)
+            bound = extended.bound
+            start, step = divmod(int(bound.argmin()), bound.shape[1])
             if not self.compared(float(bound[start, step])) < below:
                 return None
-            partial = self._child(partial, int(start), int(step), terms)
+            (partial,) = self._children(partial, (np.array([start]), np.array([step])), extended)
         return self.choice(partial)
 
     def choice(self, partial: _Partial) -> Choice:
@@ -250,7 +293,17 @@ class _Search:
 
 def _sharpen(searches: Sequence[_Search], below: float, number: int) -> None:
     """Tighten the bounds of searches that may find better plans than `below`."""
-    sharpen(((each.bounds, below / each.compared(1.0)) for each in searches if each.bound < below), number)
+    sharpen(_asked(searches, below), number)
+
+
+def _asked(searches: Sequence[_Search], below: float) -> Iterable[tuple[Bounds, Table]]:
+    """Return the time that plans of searches must not take to be better than `below`: by bounds and variant."""
+    asked: dict[Bounds, Table] = {}
+    for each in searches:
+        if each.bound < below:
+            times = asked.setdefault(each.bounds, np.zeros(len(each.bounds.root)))
+            times[each.place] = below / each.compared(1.0)
+    return asked.items()
 
 
 class _Frontier:
@@ -266,13 +319,25 @@ class _Frontier:
         self.ticks = 0
 
     def run(self) -> Found:
+        exclude(_asked(self.searches, self._below))
+        best, passed = self.best, self.passed.copy()
+        found = self._expand(min(_FEW, self.most))
+        if found.searched_all and self.best is best:
+            return found
+        self.best, self.passed = best, passed
         _sharpen(self.searches, self._below, FINE)
+        return self._expand(self.most)
+
+    def _expand(self, most: int) -> Found:
+        """Search from the start; not all if that takes more than `most` partial plans."""
+        self.open.clear()
+        self.seen.clear()
         for number, search in enumerate(self.searches):
             if search.bound < self._below:
                 self._push(number, search.bound, search.root)
         expanded = 0
         while self.open and self.open[0][0] < self._below:
-            if expanded >= self.most:
+            if expanded >= most:
                 return self._found(self.open[0][0], searched_all=False)
             bound, _, _, number, partial = heapq.heappop(self.open)
             if self._dominated(number, partial):
@@ -301,7 +366,7 @@ class _Frontier:
 
     def _dominated(self, number: int, partial: _Partial) -> bool:
         place = self.seen[number, partial.start, partial.used, partial.stages]
-        if any(all(a <= b for a, b in zip(other, partial.terms, strict=True)) for other in place):
+        if any(all(map(le, other, partial.terms)) for other in place):
             return True
         place.append(partial.terms)
         return False

@@ -19,7 +19,7 @@ from rannd.plan.stage_costs.shared_tables import SharedTables
 from rannd.plan.virtual.virtual_asked import VirtualAsked, shapes_of
 from rannd.plan.virtual.virtual_plans import VirtualPlans
 from rannd.plan.virtual.virtual_reasons import forced_reasons, why_one, won_reasons
-from rannd.plan.virtual.virtual_search import HOST_US, Against, VirtualPlan, forced_plan, search
+from rannd.plan.virtual.virtual_search import Against, VirtualPlan, forced_plan, search
 from rannd.profile.costs import CostTable
 
 ZEROS = (0, 1, 2, 3)
@@ -88,9 +88,8 @@ def challenged(job: VirtualJob, asked: VirtualAsked, ranking: Ranking, zeros: Se
     tried = shapes_of(plans, asked, counts=job.counts, zeros=zeros, allowed=job.replicas)
     if not tried:
         return replace(best, reasons=(*best.reasons, why_one(asked, None, None, devices=plans.world)))
-    against = Against(
-        RunMode(best.schedule, best.zero), plans.simulated(best, host_us=HOST_US).step_us, ranking.chosen.name
-    )
+    step_us = plans.simulated(best, host_us=plans.host_us).step_us
+    against = Against(RunMode(best.schedule, best.zero), step_us, ranking.chosen.name)
     found = search(plans, tried, against)
     if found.best is None:
         return replace(best, reasons=(*best.reasons, why_one(asked, found, against, devices=plans.world)))
@@ -104,5 +103,5 @@ def challenged(job: VirtualJob, asked: VirtualAsked, ranking: Ranking, zeros: Se
 
 
 def _finished(plans: VirtualPlans, plan: VirtualPlan) -> Deployment:
-    """The deployment with the simulated time that all deployments have: without the host's."""
+    """The deployment with the simulated time that all deployments have: of the host only what was measured."""
     return replace(plan.deployment, step_us=plans.simulated(plan.deployment).step_us)

@@ -118,18 +118,18 @@ def layout_and_costs(
         working.append(each.working_bytes)
     far = between or link
 
-    def allreduce(stages: Sequence[int], nbytes: int) -> float:
+    def allreduce(stages: Sequence[int], sizes: Sequence[int]) -> list[float]:
         slots = {slot for stage in stages for slot in layout.stages[stage]}
         chosen = link if len({deployment.slots[slot].node for slot in slots}) == 1 else far
-        return chosen.allreduce_us(nbytes, len(slots))
+        return [chosen.allreduce_us(nbytes, len(slots)) for nbytes in sizes]
 
     def reduce(stages: Sequence[int]) -> tuple[float, ...]:
         nbytes = reduced.get(tuple(stages), 0)
         part = reduced_part(deployment.zero) if len(stages) == 1 else 1.0
-        found = [part * allreduce(stages, size) for size in (bucket_sizes(nbytes) if overlap else [nbytes])]
+        found = [part * us for us in allreduce(stages, bucket_sizes(nbytes) if overlap else [nbytes])]
         return tuple(found) if any(found) else ()
 
-    gathers = [0.5 * allreduce([stage], trained.get((stage,), 0)) for stage in range(len(layout.stages))]
+    gathers = [0.5 * allreduce([stage], [trained.get((stage,), 0)])[0] for stage in range(len(layout.stages))]
     forwards, backwards = [], []
     for stage, count, gather in zip(deployment.stages, pieces, gathers, strict=True):
         each = stage.estimate
@@ -144,6 +144,7 @@ def layout_and_costs(
         weight_us=tuple(each.weight_us / count for each, count in zip(estimates, pieces, strict=True)),
         agreeing_us=runtime.call_us
         + agreeing_us(far if len({slot.node for slot in deployment.slots}) > 1 else link, layout.world),
+        host_us=runtime.host_us,
         after_us=_after(deployment, gathers),
         values_us=_times(sizes, rows, link),
         grads_us=_times(grads, rows, link),

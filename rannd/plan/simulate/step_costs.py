@@ -31,8 +31,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Time of what follows the reductions, by stage: gathering its parameters after the optimizer (ZeRO 1 and 2), and
     copies of the optimizer's state that is elsewhere between steps; empty without both."""
     host_us: float = 0.0
-    """Time that each action, transfers too, takes of its slot's host, during which the slot computes nothing; the
-    planner counts none."""
+    """Time that each action, transfers too, takes of its slot's host, during which the slot computes nothing."""
     agreeing_us: float = 0.0
     """Time at the start of a step: the agreement between ranks, and what the runtime takes once."""
     tied_us: tuple[tuple[float, ...], ...] = ()

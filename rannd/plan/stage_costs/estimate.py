@@ -22,6 +22,11 @@ class StageTables(StageTerms):
         """What was divided before, by first block, end, replicas and devices of later stages."""
         return {}
 
+    @cached_property
+    def _estimates(self) -> dict[tuple[int, int, int, int], StageEstimate]:
+        """What was estimated before, likewise."""
+        return {}
+
     def segments(self, start: int, end: int, replicas: int, *, used: int) -> DividedStage:
         """Return what of a stage recomputes: the least that makes it fit, or all of it with `checkpointing`.
 
@@ -29,15 +34,17 @@ class StageTables(StageTerms):
         gradients, each block is a segment, which gives its gradients away after its backward; small neighbours are one
         together where nothing is recomputed and memory suffices.
         """
+        key = (start, end, replicas, used)
+        if key not in self._segments:
+            self._segments[key] = self._divided(start, end, replicas, used=used)
+        return self._segments[key]
+
+    def _divided(self, start: int, end: int, replicas: int, *, used: int) -> DividedStage:
         forward = np.diagonal(self.forward_us, 1)[start:end]
         apart = self.memory.state.apart
         if not self.recomputes(start, end, replicas, used=used):
-            key = (start, end, replicas, used)
-            if key not in self._segments:
-                ends = self._joined(start, end, replicas, used=used) if apart else (end - start,)
-                kept = float(self.memory.kept[start, end])
-                self._segments[key] = DividedStage(ends, (False,) * len(ends), kept, 0.0, 0.0)
-            return self._segments[key]
+            ends = self._joined(start, end, replicas, used=used) if apart else (end - start,)
+            return DividedStage(ends, (False,) * len(ends), float(self.memory.kept[start, end]), 0.0, 0.0)
         flying = self.counts.most_of(start, end, self.column(replicas), used=used, split=False)
         activation = self.memory.kept[start : end + 1, start : end + 1]
         if self.offload.activations:
@@ -46,13 +53,10 @@ class StageTables(StageTerms):
         least = least_memory(forward, activation, handed, flying, apart=apart)
         if self.forced(end):
             return least
-        key = (start, end, replicas, used)
-        if key not in self._segments:
-            plain = self.memory.plain(end, used, split=False)
-            others = plain[start, self.column(replicas)] - self.memory.kept[start, end] * flying
-            budget = self.limit - float(others)
-            self._segments[key] = segments(forward, activation, handed, flying, budget, apart=apart) or least
-        return self._segments[key]
+        plain = self.memory.plain(end, used, split=False)
+        others = plain[start, self.column(replicas)] - self.memory.kept[start, end] * flying
+        budget = self.limit - float(others)
+        return segments(forward, activation, handed, flying, budget, apart=apart) or least
 
     def _joined(self, start: int, end: int, replicas: int, *, used: int) -> tuple[int, ...]:
         """Return where segments of a stage end that recomputes nothing: runs of blocks with few gradients if what is
@@ -82,6 +86,12 @@ class StageTables(StageTerms):
 
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
+        key = (start, end, replicas, used)
+        if key not in self._estimates:
+            self._estimates[key] = self._estimate(start, end, replicas, used=used)
+        return self._estimates[key]
+
+    def _estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         # Where a stage cannot keep everything, its backward is not split: that alone may make it fit.
         split = not self.recomputes(start, end, replicas, used=used)
         column = self.column(replicas)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -26,9 +27,20 @@ from rannd.profile.kept_values import Memory
 Table = npt.NDArray[np.float64]
 
 
-def at(table: Table, rows: float) -> Table:
-    """Evaluate a polynomial table for microbatches of `rows` rows, clamped at 0."""
+def at(table: Table, rows: npt.ArrayLike) -> Table:
+    """Evaluate a polynomial table for microbatches of `rows` rows, clamped at 0.
+
+    `rows`: a number, or numbers ``[.., 1, 1]``, for a table ``[.., i, j]``.
+    """
+    rows = np.asarray(rows)
     result: Table = np.maximum(table[0] + rows * (table[1] + rows * table[2]), 0.0)
+    return result
+
+
+def of_runs(table: Table, runs: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]) -> Table:
+    """Return ``table[.., i, j]`` for first blocks i and ends j, in a third of the time of numpy's indexing."""
+    count = table.shape[-1]
+    result: Table = table.reshape(*table.shape[:-2], count * count).take(runs[0] * count + runs[1], axis=-1)
     return result
 
 
@@ -52,22 +64,25 @@ class Intervals:
         if len(blocks) != len(costs):
             raise PlanError(f"costs of {len(costs)} blocks for a model of {len(blocks)}; profile these blocks again")
         self.count = len(blocks)
+        self._graph, self._blocks = graph, blocks
         block_of = {op: index for index, block in enumerate(blocks) for op in block.ops}
         if sorted(block_of) != list(range(len(graph.ops))):
             raise PlanError(f"blocks hold {len(block_of)} of {len(graph.ops)} ops; make blocks of this graph")
 
+        self._inside = np.triu(np.ones((self.count + 1,) * 2, dtype=bool), 1)
+        """``[i, j]``: whether there is such a run."""
+        self.runs = np.triu_indices(self.count + 1, 1)
+        """First blocks and ends of all runs, those of the same first block one after the other."""
         self.forward = self._sums(cost.forward_us for cost in costs)
         self.backward = self._sums(cost.backward_us for cost in costs)
         self.weight = self._sums(cost.weight_us for cost in costs)
-        memory, delayed = Memory(graph), separable(graph)
-        self.delayed = self._sums(delayed_bytes(memory, block.ops, delayed) for block in blocks)
-        """Bytes that delayed gradients of parameters are computed from."""
         self.adding = self._sums(Size(cost.add_us) for cost in costs)[0]
         """Time to accumulate a microbatch's parameter gradients."""
         activation = self._sums(cost.activation_bytes for cost in costs)
         made: list[set[Size]] = [{Size()} for _ in blocks]
         for index, op in enumerate(graph.ops):
-            made[block_of[index]].update(graph.values[value].bytes for value in op.outputs)
+            for value in op.outputs:
+                made[block_of[index]].add(graph.values[value].bytes)
         self._made = np.array([(size.c0, size.c1, size.c2) for sizes in made for size in sizes])
         """``[value, power]``: sizes of the different values that blocks compute, block by block,"""
         self._first_made = np.cumsum([0, *map(len, made[:-1])])
@@ -77,10 +92,16 @@ class Intervals:
         self.activation = activation - self._twice(graph, block_of, costs)
         """Kept from forward to backward; what is also received, sent, an input, or kept by two blocks counts once."""
 
-    def largest(self, rows: float) -> Table:
-        """Return the bytes of the largest value that each run computes, for microbatches of `rows` rows."""
-        each = np.maximum.reduceat(self._made @ np.array([1.0, rows, rows * rows]), self._first_made)
-        return self.largest_of(each)
+    @cached_property
+    def delayed(self) -> Table:
+        """Bytes that delayed gradients of parameters are computed from; asked for by few schedules."""
+        memory, delayed = Memory(self._graph), separable(self._graph)
+        return self._sums(delayed_bytes(memory, block.ops, delayed) for block in self._blocks)
+
+    def largest(self, rows: npt.ArrayLike) -> Table:
+        """Return the bytes of the largest value that each run computes, for microbatches of `rows` rows (see `at`)."""
+        sizes = at(self._made.T[:, None], rows)[..., 0, :]
+        return self.largest_of(np.maximum.reduceat(sizes, self._first_made, axis=-1))
 
     def handed(self, start: int, end: int, rows: float) -> Table:
         """Return the bytes that parts of a run hand to later parts of it: ``[i, j]``, blocks counted from `start`."""
@@ -107,15 +128,22 @@ class Intervals:
             for reader in readers if found >= least else ():
                 read[: home + 1, reader + 1 :] += found
                 by_reader[reader] += found
-        two = np.zeros_like(read)
-        for start in range(self.count):
-            two[start, start + 1 :] = _largest_two(by_reader[start:])
-        return small, read, two
+        return small, read, self._largest_two_of(by_reader)
 
     def largest_of(self, each: Table) -> Table:
-        """Return the maximum over each run of one number per block."""
-        found = np.zeros((self.count + 1, self.count + 1))
-        found[:-1, 1:] = np.triu(np.maximum.accumulate(np.triu(np.broadcast_to(each, (self.count,) * 2)), axis=1))
+        """Return the maximum over each run of one number per block: ``[.., i, j]`` for ``[.., block]``."""
+        return self._over_runs(np.maximum, each[..., None, :])
+
+    def _largest_two_of(self, each: Table) -> Table:
+        """Return the maximum over each run of `_largest_two`: ``[i, j]`` for ``[block]``."""
+        before = np.concatenate([[0.0], each[:-1]])
+        return self._over_runs(np.maximum, each + np.triu(np.tile(before, (self.count, 1)), 1))
+
+    def _over_runs(self, what: np.ufunc, each: Table) -> Table:
+        """Return the maximum, or the sum, over each run: ``[.., i, j]`` for ``[.., i, block]``, or one for all i."""
+        found, runs = np.zeros((*each.shape[:-2], self.count + 1, self.count + 1)), self._inside[:-1, 1:]
+        each = np.where(runs, each, 0.0)
+        found[..., :-1, 1:] = np.where(runs, what.accumulate(each, axis=-1), 0.0)
         return found
 
     def _zeros(self) -> Table:
@@ -125,13 +153,15 @@ class Intervals:
         """Return the sum over each run of one size per block."""
         ends = np.zeros((3, self.count + 1))
         ends[:, 1:] = np.cumsum([[size.c0, size.c1, size.c2] for size in sizes], axis=0).T
-        return np.triu(ends[:, None, :] - ends[:, :, None])
+        return np.where(self._inside, ends[:, None, :] - ends[:, :, None], 0.0)
 
     def _values(self, graph: TaskGraph, block_of: dict[int, int]) -> None:
+        homes = [block_of[value.producer] if value.producer >= 0 else -1 for value in graph.values]
         readers: dict[int, set[int]] = defaultdict(set)
         for index, op in enumerate(graph.ops):
             for read in op.inputs:
-                readers[read].add(block_of[index])
+                if homes[read] < block_of[index]:
+                    readers[read].add(block_of[index])
 
         self.received = self._zeros()
         """Values of earlier stages that the run reads; each once."""
@@ -147,30 +177,27 @@ class Intervals:
         """Inputs of the model that the run reads."""
         outputs = [Size()] * self.count
         outputs_grad = [Size()] * self.count
-        self.inputs_grad = Size()
-        """All inputs of the model whose gradients go back to the ranks."""
-        for index, value in enumerate(graph.values):
-            size = np.array([value.bytes.c0, value.bytes.c1, value.bytes.c2])[:, None, None]
-            blocks = sorted(readers[index])
-            if value.producer < 0:
-                self._add_read(self.given, size, -1, blocks)
-                if value.requires_grad and blocks:
-                    self.inputs_grad += value.bytes
-                continue
-            home = block_of[value.producer]
-            self._add_read(self.received, size, home, blocks)
-            behind = [block for block in blocks if block > home]
-            if behind:
-                self.inner[:, : home + 1, behind[0] + 1 :] += size
-                self._handed.append((home, behind, value.bytes))
-            if blocks and blocks[-1] > home:
-                self.sent[:, : home + 1, home + 1 : blocks[-1] + 1] += size
-                if value.requires_grad:
-                    self.sent_grad[:, : home + 1, home + 1 : blocks[-1] + 1] += size
-            if value.is_output:
+        self.inputs_grad = np.zeros(3)
+        """All inputs of the model whose gradients go back to the ranks: one polynomial."""
+        for home, value in zip(homes, graph.values, strict=True):
+            if value.is_output and home >= 0:
                 outputs[home] += value.bytes
                 if value.requires_grad:
                     outputs_grad[home] += value.bytes
+        for index in sorted(readers):
+            value, home, behind = graph.values[index], homes[index], sorted(readers[index])
+            size = np.array([value.bytes.c0, value.bytes.c1, value.bytes.c2])[:, None, None]
+            if home < 0:
+                self._add_read(self.given, size, -1, behind)
+                if value.requires_grad:
+                    self.inputs_grad += size[:, 0, 0]
+                continue
+            self._add_read(self.received, size, home, behind)
+            self.inner[:, : home + 1, behind[0] + 1 :] += size
+            self._handed.append((home, behind, value.bytes))
+            self.sent[:, : home + 1, home + 1 : behind[-1] + 1] += size
+            if value.requires_grad:
+                self.sent_grad[:, : home + 1, home + 1 : behind[-1] + 1] += size
         self.output = self._sums(outputs)
         """Outputs of the model that the run computes."""
         self.output_grad = self._sums(outputs_grad)
@@ -203,8 +230,8 @@ class Intervals:
         return found
 
     def _add_read(self, table: Table, size: Table, home: int, readers: Sequence[int]) -> None:
-        """Add `size` to every run after block `home` that contains one of the `readers`."""
-        for before, first in pairwise([home, *(reader for reader in readers if reader > home)]):
+        """Add `size` to every run after block `home` that contains one of the `readers`, which are later blocks."""
+        for before, first in pairwise([home, *readers]):
             table[:, before + 1 : first + 1, first + 1 :] += size
 
     def joined(self, start: int, end: int, most: float) -> tuple[int, ...]:
@@ -251,10 +278,10 @@ class Intervals:
         Parameters that several blocks of a run read count if no block outside of it does: others are not divided.
         """
         own, tied = self._own, self._tied
-        whole = np.zeros((2, self.count + 1, self.count + 1))
+        whole = np.stack([self.largest_of(own[0]), self._largest_two_of(own[0])])
         tied_grads = np.zeros_like(whole[0])
         ordered = sorted(tied, key=lambda group: group[-1])
-        for start in range(self.count):
+        for start in range(1 + max((group[0] for group in tied), default=-1)):
             # Of the runs from here, longer ones have all readers of more parameters.
             each, known = own[0].copy(), start + 1
             for group in (*(group for group in ordered if group[0] >= start), None):
@@ -267,10 +294,7 @@ class Intervals:
                     each[list(group)] += tied[group][0]
                     tied_grads[start, until:] += tied[group][1]
                     known = until
-        two_grads = np.zeros_like(tied_grads)
-        for start in range(self.count):
-            two_grads[start, start + 1 :] = _largest_two(own[1, start:])
-        return WholeBytes(whole[0], whole[1], self.largest_of(own[1]), two_grads, tied_grads)
+        return WholeBytes(whole[0], whole[1], self.largest_of(own[1]), self._largest_two_of(own[1]), tied_grads)
 
     def _params(self, graph: TaskGraph, block_of: dict[int, int], options: PlanOptions) -> None:
         readers: dict[int, set[int]] = defaultdict(set)
@@ -285,29 +309,34 @@ class Intervals:
         for index, blocks in readers.items():
             param = graph.params[index]
             sizes[tuple(sorted(blocks)), param.trainable, param.itemsize] += param.bytes
+        own = np.zeros((5, self.count))
+        """What one block reads alone: all, and of trainable ones the four sizes of `trained`."""
+        self._own = own[1:3]
+        """Bytes of parameters that one block reads alone, and of their gradients as they are reduced."""
+        self._tied: dict[tuple[int, ...], Table] = defaultdict(lambda: np.zeros(2))
+        """The same of parameters that several blocks read, by these."""
+        weights = {itemsize: np.array([1.0, *state_weights(itemsize, options)]) for _, _, itemsize in sizes}
         for (ordered, trainable, itemsize), size in sizes.items():
-            weighted = size * np.array([1.0, *state_weights(itemsize, options)])[:, None, None]
+            weighted = size * weights[itemsize]
+            if len(ordered) == 1:
+                own[0, ordered[0]] += size
+                own[1:, ordered[0]] += weighted * trainable
+                continue
+            if trainable:
+                self._tied[ordered] += weighted[:2]
             for before, first in pairwise([-1, *ordered]):  # the first block of these runs that reads them
                 starts = slice(before + 1, first + 1)
                 self.params[starts, first + 1 :] += size
                 if trainable:
-                    trained[0, :, starts, first + 1 :] += weighted
+                    trained[0, :, starts, first + 1 :] += weighted[:, None, None]
                     whole_from = ordered[-1] + 1 if before < 0 else self.count + 1
-                    trained[1, :, starts, first + 1 : whole_from] += weighted
+                    if whole_from > first + 1:
+                        trained[1, :, starts, first + 1 : whole_from] += weighted[:, None, None]
+        alone = self._over_runs(np.add, own[:, None])
+        self.params += alone[0]
+        trained[0] += alone[1:]
         self.trainable, self.reduced, self.gradients, self.optimizer = map(Trained, *trained)
         """Bytes of trainable parameters, of what is reduced of them, of their gradients and optimizer state."""
-        self._own = np.zeros((2, self.count))
-        """Bytes of parameters that one block reads alone, and of their gradients as they are reduced."""
-        self._tied: dict[tuple[int, ...], Table] = defaultdict(lambda: np.zeros(2))
-        """The same of parameters that several blocks read, by these."""
-        for index, blocks in readers.items():
-            param = graph.params[index]
-            if param.trainable:
-                sizes_of = param.bytes * np.array([1.0, state_weights(param.itemsize, options).reduced])
-                if len(blocks) == 1:
-                    self._own[:, min(blocks)] += sizes_of
-                else:
-                    self._tied[tuple(sorted(blocks))] += sizes_of
         self.units = self._units()
         """What replicas that divide parameters have as a whole at a time, if each block is a segment."""
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

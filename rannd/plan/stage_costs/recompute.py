@@ -14,6 +14,8 @@ recompute once and microbatches in flight.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -64,9 +66,20 @@ def segments(
     if len(bounds) > MOST_BOUNDS:
         bounds = bounds[np.linspace(0, len(bounds) - 1, MOST_BOUNDS).round().astype(int)]
     best: DividedStage | None = None
+    least: tuple[Table, Table] | None = None
+    """Bytes per microbatch, and times, if segments that recompute may have any bytes in the backward: with a bound on
+    these it takes no less."""
     for bound in bounds:
-        limit = np.inf if best is None else best.forward_us
-        best = _within(forward, activation, handed, (budget - bound) / flying, float(bound), limit, apart) or best
+        most, limit = (budget - bound) / flying, np.inf
+        if best is not None:
+            limit = best.forward_us
+            if least is None:
+                kept, time, *_ = _states(forward, activation, handed, most, np.inf, limit, apart)
+                least = kept[-1], time[-1]
+            within = int(np.searchsorted(least[0], most, side="right"))
+            if not within or least[1][within - 1] >= limit:
+                continue
+        best = _within(forward, activation, handed, most, float(bound), limit, apart) or best
     return best
 
 
@@ -97,30 +110,7 @@ def _within(
     None if it is not below `limit`.
     """
     count = len(forward)
-    made = np.concatenate([[0.0], np.cumsum(forward)])
-    kept, time = [np.zeros(1)], [np.zeros(1)]
-    """By border, the states that are worth going on from."""
-    origins = [np.full((1, 3), -1)]
-    """Of each state the border and state before, and whether the segment between recomputes."""
-    for end in range(1, count + 1):
-        parts: list[tuple[Table, Table, npt.NDArray[np.int64]]] = []
-        for start in range(end - 1 if apart else 0, end):
-            places = np.arange(len(kept[start]))
-            for again in (0, 1):
-                if again and activation[start, end] > bound:
-                    continue
-                more = handed[start, end] + (0.0 if again else activation[start, end])
-                took = made[end] - made[start] if again else 0.0
-                origin = np.stack([np.full_like(places, start), places, np.full_like(places, again)], axis=1)
-                parts.append((kept[start] + more, time[start] + took, origin))
-        sizes, times, before = (np.concatenate(each) for each in zip(*parts, strict=True))
-        order = np.lexsort((times, sizes))
-        sizes, times, before = sizes[order], times[order], before[order]
-        lowest = np.minimum.accumulate(times)
-        worth = (sizes <= most) & (times < limit) & (np.concatenate([[True], times[1:] < lowest[:-1]]))
-        kept.append(sizes[worth])
-        time.append(times[worth])
-        origins.append(before[worth])
+    kept, time, origins, firsts = _states(forward, activation, handed, most, bound, limit, apart)
     if not len(kept[count]):
         return None
     place, end = len(kept[count]) - 1, count
@@ -129,9 +119,45 @@ def _within(
     flags: list[bool] = []
     working = 0.0
     while end:
-        start, place, again = (int(each) for each in origins[end][place])
+        state, again = divmod(int(origins[end][place]), 2)
+        start = bisect_right(firsts, state) - 1
+        place = state - firsts[start]
         ends.insert(0, end)
         flags.insert(0, bool(again))
         working = max(working, float(activation[start, end]) if again else 0.0)
         end = start
     return DividedStage(tuple(ends), tuple(flags), size, working, forward_us)
+
+
+def _states(
+    forward: Table, activation: Table, handed: Table, most: float, bound: float, limit: float, apart: bool
+) -> tuple[list[Table], list[Table], list[npt.NDArray[np.int64]], list[int]]:
+    """Return bytes per microbatch, ascending, and times of the states at each border, where they come from, and the
+    number of the first one."""
+    count = len(forward)
+    made = np.concatenate([[0.0], np.cumsum(forward)])
+    # [start, end, whether the segment recomputes]: what a segment adds to bytes and time.
+    more = handed[..., None] + np.stack([activation, np.zeros_like(activation)], axis=2)
+    repeated = np.where(activation > bound, np.inf, made - made[:, None])
+    took = np.stack([np.zeros_like(activation), repeated], axis=2)
+    kept, time = [np.zeros(1)], [np.zeros(1)]
+    """By border, the states that are worth going on from."""
+    origins = [np.full(1, -1)]
+    """Of each state twice the number of the state before, counted over all borders, and whether the segment between
+    recomputes."""
+    firsts = [0]
+    """Number of the first state of each border."""
+    for end in range(1, count + 1):
+        first = end - 1 if apart else 0
+        starts = np.repeat(np.arange(first, end), [len(each) for each in kept[first:]])
+        sizes = (np.concatenate(kept[first:])[:, None] + more[starts, end]).ravel()
+        times = (np.concatenate(time[first:])[:, None] + took[starts, end]).ravel()
+        order = np.lexsort((times, sizes))
+        sizes, times = sizes[order], times[order]
+        worth = (sizes <= most) & (times < limit)
+        worth[1:] &= times[1:] < np.minimum.accumulate(times)[:-1]
+        firsts.append(firsts[-1] + len(kept[-1]))
+        origins.append(2 * firsts[first] + order[worth])
+        kept.append(sizes[worth])
+        time.append(times[worth])
+    return kept, time, origins, firsts

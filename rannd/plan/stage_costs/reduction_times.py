@@ -7,11 +7,12 @@ from typing import Literal
 import numpy as np
 
 from rannd.plan.simulate.step_costs import BUCKET
-from rannd.plan.stage_costs.intervals import Intervals
+from rannd.plan.stage_costs.intervals import Intervals, of_runs
 from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us
 from rannd.plan.zero import reduced_part
 
 _What = Literal["gradients", "last bucket", "parameters"]
+_REDUCED: tuple[_What, _What] = ("gradients", "last bucket")
 
 
 class Reductions:
@@ -22,7 +23,7 @@ class Reductions:
     """
 
     def __init__(self, intervals: Intervals, machine: Machine) -> None:
-        shared = intervals.reduced.shared
+        self._runs, shared = intervals.runs, intervals.reduced.shared
         own = intervals.reduced.whole - shared
         self._bytes: dict[_What, Table] = {
             "gradients": own,
@@ -44,8 +45,10 @@ class Reductions:
         are several. With ZeRO 2 and 3 own gradients are only reduce-scattered, half of an all-reduce.
         """
         part = reduced_part(zero)
-        whole = self._at("gradients", end, replicas, inside) * part + self._shared[:end, end, None]
-        tail = self._at("last bucket", end, replicas, inside) * part
+        whole, tail = (self._at(what, end, replicas, inside) for what in _REDUCED)
+        if part < 1:
+            whole, tail = whole * part, tail * part
+        whole = whole + self._shared[:end, end, None]
         return whole, np.maximum(tail, self._shared_bucket[:end, end, None])
 
     def gather(self, end: int, replicas: Counts, inside: Mask | None) -> Table:
@@ -65,16 +68,16 @@ class Reductions:
         return self._known[key]
 
     def least(self, replicas: Counts, zero: int) -> tuple[Table, Table, Table]:
-        """Return lower bounds of reduction, last bucket, gathering for any placement: ``[start, end, number of
-        replicas]``. None falls with the number of replicas."""
+        """Return lower bounds of reduction, last bucket, gathering for any placement: ``[stage, number of replicas]``,
+        for all stages (`Intervals.runs`). None falls with the number of replicas."""
         key = replicas.tobytes()
         if key not in self._least:
             own, bucket, values = (
-                np.minimum.reduce([allreduce_us(link, size[:, :, None], replicas) for link in self._links])
-                for size in self._bytes.values()
+                np.minimum.reduce([allreduce_us(link, own, replicas) for link in self._links])
+                for own in (of_runs(size, self._runs)[:, None] for size in self._bytes.values())
             )
             self._least[key] = own, bucket, values
         own, bucket, values = self._least[key]
         part = reduced_part(zero)
-        tail = np.maximum(bucket * part, self._shared_bucket[:, :, None])
-        return own * part + self._shared[:, :, None], tail, values * 0.5
+        shared, shared_bucket = (of_runs(each, self._runs)[:, None] for each in (self._shared, self._shared_bucket))
+        return own * part + shared, np.maximum(bucket * part, shared_bucket), values * 0.5

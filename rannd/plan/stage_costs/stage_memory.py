@@ -6,10 +6,13 @@ run it: tables of stages that end at one block depend on the number of devices `
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.program import AHEAD
+from rannd.plan.stage_costs.intervals import of_runs
 from rannd.plan.stage_costs.microbatch_counts import MicrobatchCounts
 from rannd.plan.stage_costs.shared_tables import RowTables
 from rannd.plan.stage_costs.state_bytes import StateBytes
@@ -41,7 +44,7 @@ class StageMemory:
     ) -> None:
         self._rows, self._counts = rows, counts
         self.state = state
-        self.late = counts.own * float(rows.output[0, -1] + rows.inputs_grad)
+        self.late = counts.own * rows.returned
         """Of a rank's own outputs, and gradients of its own inputs, which arrive at the end of the step."""
         self.kept, self.kept_apart = rows.kept_divided if zero >= 2 else (rows.kept, rows.kept_apart)
         """Per microbatch, of what is kept from forward to backward; of the largest block of the stage, which has it in
@@ -51,7 +54,7 @@ class StageMemory:
         One stage delays nothing."""
         if counts.splits:
             self.delayed = np.where(delays, np.where(rows.delayed > 0, rows.delayed, self.kept), 0.0)
-            self.delayed[0, -1] = 0.0
+            self.delayed[..., 0, -1] = 0.0
         self.stays = rows.between
         """Per microbatch, of what blocks hand to each other if they recompute one by one: what stays in the device's
         memory."""
@@ -67,9 +70,10 @@ class StageMemory:
         result: Table = self.state.held.working[starts, ends] + self._rows.working[starts, ends, ..., None]
         return result
 
-    def _fixed(self, starts: slice | int, ends: slice | int) -> Table:
-        """Return the bytes of what does not depend on microbatches, likewise."""
-        result: Table = self.state.fixed[starts, ends] + self._rows.working[starts, ends, ..., None]
+    @cached_property
+    def _fixed(self) -> Table:
+        """Bytes of what does not depend on microbatches: ``[start, end, number of replicas]``, or one entry for all."""
+        result: Table = self.state.fixed + self._rows.working[:, :, None]
         return result
 
     def _activations(self, end: int, used: int | None) -> Table:
@@ -85,15 +89,22 @@ class StageMemory:
         starts = slice(0, end)
         kept = self._activations(end, used) if split and self._counts.splits else self.kept[starts, end, None] * pieces
         crossing = self._rows.crossing[starts, end, None] * pieces
-        return self._fixed(starts, end) + self.posted(starts, end, pieces) + crossing + kept
+        return self._fixed[starts, end] + self.posted(starts, end, pieces) + crossing + kept
 
     def most(self) -> Table:
         """Return the bytes with the smallest number of replicas, for any later stages; with more of them a stage does
         not need more, but for ZeRO 2 and 3, where there is one number."""
-        pieces = self._counts.pieces[0]
+        pieces = self._counts.pieces[..., :1]
         kept = np.maximum(self.kept, self.delayed) + self._rows.crossing
-        posted = self._rows.given * pieces + self._rows.sent_grad * min(pieces, AHEAD + 1) + self.late
-        result: Table = self._fixed(slice(None), slice(None))[:, :, 0] + kept * pieces + posted
+        fixed = self.state.fixed[:, :, 0] + self._rows.working
+        result: Table = fixed + kept * pieces + self._posted_first()
+        return result
+
+    def _posted_first(self) -> Table:
+        """Return the bytes of messages of stages with the smallest number of replicas, but what is received early."""
+        pieces = self._counts.pieces[..., :1]
+        grads = self._rows.sent_grad * np.minimum(pieces, AHEAD + 1)
+        result: Table = self._rows.given * pieces + grads + self.late
         return result
 
     def posted(self, starts: slice, end: int, flying: Counts) -> Table:
@@ -134,6 +145,28 @@ class StageMemory:
         whole = self.plain(end, used, split=False) if self._counts.splits else plain
         return np.where(again, whole - kept * flying + less, plain)
 
+    def keeping(self, flying: Counts, runs: tuple[Counts, Counts]) -> tuple[Table, Table]:
+        """Return the bytes of stages with the smallest number of replicas that keep so many microbatches each.
+
+        Without and with recomputing, as if no gradients of parameters were delayed: ``[variant, place, stage]``, for
+        several variants.
+
+        Args:
+            flying: ``[variant, place, 1]``: the microbatches.
+            runs: First blocks and ends of the stages.
+        """
+
+        def those(each: Table) -> Table:
+            return of_runs(each, runs)[:, None]
+
+        rows, pieces = self._rows, self._counts.pieces[..., :1]
+        border = those(self.state.fixed[:, :, 0] + rows.working + self._posted_first())
+        border = border + those(rows.crossing) * flying + np.where(flying < pieces, those(rows.received), 0.0)
+        kept, again = those(self.kept), those(self.stays) * flying + those(self.kept_apart)
+        if not self.state.apart:  # all together may need less
+            again = np.minimum(kept, again)
+        return border + kept * flying, border + again
+
     def least(self, end: int, used: int | None) -> Table:
         """Return the bytes of stages that end at `end`, with recomputing if that needs less."""
         plain = self.plain(end, used)
@@ -141,15 +174,29 @@ class StageMemory:
         result: Table = np.minimum(plain, self.recomputing(end, used, plain, everywhere))
         return result
 
-    def at_least(self) -> tuple[Table, Table]:
+    def at_least(self, runs: tuple[Counts, Counts], *, close: bool = False) -> tuple[Table, Table]:
         """Return lower bounds of the bytes of a replica without and with recomputing, for any later stages.
 
-        ``[start, end, number of replicas]``, or one entry for all numbers.
+        ``[stage, number of replicas]``, or one entry for all numbers.
+
+        Args:
+            runs: First blocks and ends of the stages.
+            close: Whether to count that stages keep more microbatches if others follow them.
         """
-        pieces = np.ones(1) if self._counts.steady else self._counts.pieces.astype(float)
-        crossing = (self._rows.crossing + self._rows.given)[:, :, None]
-        border = self._fixed(slice(None), slice(None)) + self.late + crossing * pieces
-        kept, again = self.kept[:, :, None], (self.stays + self.kept_apart)[:, :, None]
+
+        def those(each: Table) -> Table:
+            return of_runs(each, runs)[..., None]
+
+        flying: Table = np.ones(1)
+        if not self._counts.steady:
+            flying = self._counts.pieces.astype(float)
+        elif close:  # as if all had the fewest microbatches: one number, where others make tables large
+            last, others = (self._counts.most(0, used, split=False)[0, ..., -1:].astype(float) for used in (0, 1))
+            flying = np.where(runs[1][..., None] < self._counts.blocks, others, last)
+        border = self.state.fixed[runs] + those(self._rows.working) + self.late
+        border = border + those(self._rows.crossing + self._rows.given) * flying
+        kept, stays = those(self.kept) * flying, those(self.stays)
+        again = (stays * flying if close else stays) + those(self.kept_apart)
         if not self.state.apart:  # all together may need less
             again = np.minimum(kept, again)
-        return border + kept * pieces, border + again
+        return border + kept, border + again

@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.schedule.schedules import ALL_SCHEDULES
+from rannd.plan.run_modes import Offload
 from rannd.plan.stage_costs.microbatch_counts import MicrobatchCounts
-from rannd.plan.stage_costs.shared_tables import SharedTables
+from rannd.plan.stage_costs.shared_tables import RowTables, SharedTables
 from rannd.plan.stage_costs.stage_memory import StageMemory
+from rannd.plan.stage_costs.state_bytes import StateBytes
 from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Counts, Mask, Table
 from rannd.plan.zero import computing, fetch_us, gathers_of, offload_us
@@ -57,7 +58,7 @@ class StageTerms:
         allowed: Mask,
         replicas: Counts,
     ) -> None:
-        """Make the tables that all stages need.
+        """Note what tables are made of, which are made when they are needed.
 
         Args:
             shared: What other variants have, too.
@@ -69,37 +70,83 @@ class StageTerms:
             replicas: Numbers of replicas that stages may have, ascending: the last axis of tables has one place each.
                 One number with ZeRO 2 and 3, so that it holds that no stage needs more memory with more of them.
         """
-        self.intervals, self.machine, self.options, self.variant = shared.intervals, shared.machine, options, variant
+        self.shared, self.options, self.variant = shared, options, variant
+        self.intervals, self.machine = shared.intervals, shared.machine
         self.rows, self.limit, self.allowed, self.replicas = rows, limit, allowed, replicas
         self.reductions = shared.reductions
         self.world = shared.machine.world
         self.blocks = shared.intervals.count
-        self.microbatch = microbatch = shared.of_rows(rows)
-        self.forward_us, self.backward_us = microbatch.forward_us, microbatch.backward_us
-        self.weight_us = np.zeros_like(self.backward_us)
-        """The part of the backward that is delayed; not if a stage recomputes."""
-        if ALL_SCHEDULES[variant.schedule].delays_weights:
-            self.weight_us = np.minimum(microbatch.weight_us, self.backward_us)
         self.add_us = shared.intervals.adding
         """Added to each backward but the first: accumulates the gradients."""
-        delays = self.weight_us > 0
-        self.counts = counts = MicrobatchCounts(self.world, variant, replicas, delays)
-        state = shared.state(variant.zero, replicas, options)
-        self.memory = memory = StageMemory(microbatch, state, counts, options, zero=variant.zero, delays=delays)
-        self.offload = state.offload
-        """What is elsewhere while it is not needed."""
-        self.leaving_us = fetch_us(microbatch.between - memory.stays, options.device)
-        """Time per microbatch to copy what blocks start from elsewhere, if they recompute,"""
-        self.coming_us = fetch_us(memory.read_back, options.device)
-        """and back for each block that reads it."""
         self.agreeing_us = shared.machine.agreeing_us
         self.slots_matter = shared.machine.several and variant.placement == "replicas"
         """Whether it matters which slots a stage has."""
-        self._may_stay = variant.zero == 3 and not (options.reshard_after_forward or self.offload.params)
-        """Whether parameters may stay whole until the last microbatch."""
         self._bases: dict[int, Terms] = {}
         self._known: dict[tuple[int, int], Terms] = {}
-        self._column = {int(count): place for place, count in enumerate(replicas)}
+
+    # Most variants of a search are beaten before their own tables are needed.
+
+    @cached_property
+    def _column(self) -> dict[int, int]:
+        """Place of each number of replicas."""
+        return {int(count): place for place, count in enumerate(self.replicas)}
+
+    @cached_property
+    def offload(self) -> Offload:
+        """What is elsewhere while it is not needed."""
+        return Offload.asked(self.options)
+
+    @cached_property
+    def _may_stay(self) -> bool:
+        """Whether parameters may stay whole until the last microbatch."""
+        return self.variant.zero == 3 and not (self.options.reshard_after_forward or self.offload.params)
+
+    @cached_property
+    def microbatch(self) -> RowTables:
+        """Times and sizes of the largest microbatch."""
+        return self.shared.of_rows(self.rows)
+
+    @cached_property
+    def forward_us(self) -> Table:
+        """Forward of a microbatch."""
+        return self.microbatch.forward_us
+
+    @cached_property
+    def backward_us(self) -> Table:
+        """Its backward."""
+        return self.microbatch.backward_us
+
+    @cached_property
+    def weight_us(self) -> Table:
+        """The part of the backward that is delayed; not if a stage recomputes."""
+        return self.microbatch.delayed_us(self.variant.schedule)
+
+    @cached_property
+    def counts(self) -> MicrobatchCounts:
+        """Its microbatches, and how many of them are in flight."""
+        variant = self.variant
+        return MicrobatchCounts(self.world, variant.schedule, variant.microbatches, self.replicas, self.weight_us > 0)
+
+    @cached_property
+    def state(self) -> StateBytes:
+        """What a replica holds of parameters, gradients and optimizer state."""
+        return self.shared.state(self.variant.zero, self.replicas, self.options)
+
+    @cached_property
+    def memory(self) -> StageMemory:
+        """Memory of a replica."""
+        given = self.microbatch, self.state, self.counts, self.options
+        return StageMemory(*given, zero=self.variant.zero, delays=self.weight_us > 0)
+
+    @cached_property
+    def leaving_us(self) -> Table:
+        """Time per microbatch to copy what blocks start from elsewhere, if they recompute."""
+        return fetch_us(self.microbatch.between - self.memory.stays, self.options.device)
+
+    @cached_property
+    def coming_us(self) -> Table:
+        """Time per microbatch to copy it back, for each block that reads it."""
+        return fetch_us(self.memory.read_back, self.options.device)
 
     def column(self, replicas: int) -> int:
         """Return the place of a number of replicas."""
@@ -163,24 +210,26 @@ class StageTerms:
         """Adapt the terms of one stage on all devices: it transfers nothing, every rank runs its own microbatches."""
         if np.isfinite(terms.fill[0, -1]):
             found = self._computing(self.blocks, terms.recompute, terms.stays_whole, None)
-            forward, backward, _ = (each[0, -1] for each in found)
+            forward, backward = (each[0, -1] + self.microbatch.host_us[0, self.blocks] for each in found[:2])
             more = float(self.counts.pieces[-1] - 1)
             terms.fill[0, -1] = forward + backward + self.agreeing_us
             again = backward + self.add_us[0, self.blocks]
             rounds = [forward + again] if self.counts.steady else [forward, again]
             terms.rounds[:, 0, -1] = np.array(rounds) * more
-            terms.drain[0, -1] = backward
-            terms.exposed[0, -1] = self._exposed(self.blocks, np.array(backward), None)[0, -1]
+            terms.drain[0, -1] = found[1][0, -1]
+            terms.exposed[0, -1] = self._exposed(self.blocks, found[1][0, -1], None)[0, -1]
 
     def _computing(self, end: int, again: Mask, whole: Mask, inside: Mask | None) -> tuple[Table, Table, Table]:
         """Return forward and backward per microbatch, and the part of the backward that zb_h1 delays."""
         rows = slice(0, end)
-        forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
+        forward = self.forward_us[rows, end, None]
         backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
         if self.offload.activations:
             backward = backward + np.where(again, self.coming_us[rows, end, None], 0.0)
             forward = forward + np.where(again, self.leaving_us[rows, end, None], 0.0)
-        waits = np.where(again, 0.0, self.weight_us[rows, end, None])
+        waits = self.weight_us[rows, end, None]
+        if self.counts.splits:  # otherwise it is 0
+            waits = np.where(again, 0.0, waits)
         if self.variant.zero >= 2:
             gather = self.reductions.gather(end, self.replicas, inside)
             gathers = gathers_of(whole, self.counts.pieces)
@@ -202,20 +251,25 @@ class StageTerms:
         values = np.where(values_inside, near, far)
         near, far = (each[rows, end, None] for each in self.microbatch.grads_us)
         grads = np.where(grads_inside, near, far)
-        fill = forward + (backward - waits) + values + grads + self.microbatch.ranks_us[rows, end, None]
+        host = self.microbatch.host_us[rows, end, None]
+        fill = forward + (backward - waits) + 2 * host + values + grads + self.microbatch.ranks_us[rows, end, None]
         if end < self.blocks or self.world > 1:
             fill[0] += self.microbatch.to_ranks + self.agreeing_us
         more = (self.counts.pieces - 1).astype(float)
-        later = backward + self.add_us[rows, end, None]
+        first, later = forward + host, backward + self.add_us[rows, end, None] + host
         if self.counts.steady:
-            longest = np.maximum(np.maximum(forward + later, values), grads) * more
-            # Delayed gradients fill the time in which the slot would wait for others: one forward per microbatch.
-            rounds = (longest + waits - np.minimum(self.counts.waiting - 1, more) * np.minimum(waits, forward))[None]
+            longest = np.maximum(np.maximum(first + later, values), grads) * more
+            if self.counts.splits:
+                # Delayed gradients fill the time in which the slot would wait for others: one forward per microbatch.
+                filled = np.minimum(self.counts.waiting - 1, more) * np.minimum(waits, forward)
+                longest = longest + waits - filled
+            rounds = longest[None]
         else:
-            rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
+            rounds = np.stack([np.maximum(first, values) * more, np.maximum(later, grads) * more])
         fits = self.allowed[rows, end, None] & (memory <= self.limit)
         fill[~fits] = np.inf
-        exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
+        hiding = np.where(waits > 0, waits, backward) if self.counts.splits else backward
+        exposed = self._exposed(end, hiding, replicas_inside)
         # Under zb_h1 all slots end at about the same time.
         drain = np.zeros_like(backward) if self.counts.splits else backward + grads
         return Terms(fill, rounds, exposed, drain, again, whole)
@@ -273,57 +327,12 @@ class StageTerms:
         # With more replicas they need less.
         return set(np.flatnonzero(np.triu(self.memory.most() > self.limit, 1).any(axis=0)).tolist())
 
-    @property
-    def tight(self) -> bool:
-        """Whether some stage might not fit without recomputing."""
-        return bool(self._full_ends)
-
-    def fewest(self) -> tuple[Counts, Counts]:
-        """Return lower bounds for the replicas of a stage without and with recomputing, for any later stages.
-
-        ``[start, end]``: places of numbers of replicas; behind the last one if the stage is not possible, or is a plan
-        of its own.
-        """
-        kept, less = self.memory.at_least()
-        plain = np.less_equal(kept, self.limit)
-        if self.options.checkpointing:  # all but the last stage
-            plain[:, : self.blocks] = False
-            plain[:, self.blocks] &= self.options.checkpointing_no_last
-        found = []
-        for fits in (plain, np.less_equal(less, self.limit)):
-            places = np.where(fits.any(axis=2) & self.allowed, fits.argmax(axis=2), len(self.replicas))
-            if places[0, self.blocks] == self._column.get(self.world):
-                places[0, self.blocks] = len(self.replicas)
-            found.append(places)
-        return found[0], found[1]
-
     def memory_at_least(self) -> float:
         """Return a lower bound of the memory of any plan: what some block needs in the stage that suits it best."""
-        kept, less = self.memory.at_least()
+        kept, less = self.memory.at_least((np.arange(self.blocks + 1)[:, None], np.arange(self.blocks + 1)))
         least = np.where(self.allowed, np.minimum(kept, less).min(axis=2), np.inf)
         holding = np.minimum.accumulate(least, axis=0)  # [block, end]: of stages that begin at the block or before it
         return float(max(holding[block, block + 1 :].min() for block in range(self.blocks)))
-
-    @cached_property
-    def exposed_at_least(self) -> Table:
-        """Lower bounds of the exposed reduction of stages, for any later stages and any placement.
-
-        ``[start, end, number of replicas]``. None falls with the number of replicas.
-        """
-        zero = self.variant.zero
-        whole, tail, gather = self.reductions.least(self.replicas, zero)
-        # If a backward waits for gradients to be scattered, only their last bucket may be left.
-        found = tail
-        if self.options.sync_allreduce:
-            found = whole
-        elif zero < 2:
-            backward = self.backward_us
-            ends = [end for end in range(1, self.blocks + 1) if self.forced(end) or end in self._full_ends]
-            if ends:  # some may recompute
-                backward = backward.copy()
-                backward[:, ends] += self.forward_us[:, ends] + self.coming_us[:, ends]
-            found = np.maximum(whole - backward[:, :, None], tail)
-        return found + gather if zero in (1, 2) else found
 
     def least_memory(self, end: int, used: int) -> Table:
         """Return the minimum bytes of stages that end here, recomputing if that is less; infinite if not allowed."""

@@ -27,6 +27,8 @@ class StateBytes:
 
     def __init__(self, intervals: Intervals, zero: int, replicas: Counts, options: PlanOptions) -> None:
         self._intervals, self._zero, self._device = intervals, zero, options.device
+        self._known: dict[tuple[int, tuple[int, ...], int], ReplicaBytes] = {}
+        """What `of_stage` returned."""
         self.offload = Offload.asked(options)
         """What is elsewhere while it is not needed."""
         self.apart = zero >= 2 and (replicas[0] > 1 or self.offload.params)
@@ -48,8 +50,13 @@ class StateBytes:
             ends: Blocks of the stage before the end of each segment.
             replicas: Number of replicas.
         """
-        units = self._intervals.units_of(start, ends) if self.apart else None
-        return self.of_replica(start, start + ends[-1], replicas, units)
+        if not self._zero:  # the same for all numbers of replicas
+            return ReplicaBytes(*(table[start, start + ends[-1]] for table in self.held))
+        key = start, tuple(ends) if self.apart else (ends[-1],), replicas
+        if key not in self._known:
+            units = self._intervals.units_of(start, ends) if self.apart else None
+            self._known[key] = self.of_replica(start, start + ends[-1], replicas, units)
+        return self._known[key]
 
     def whole_bytes(self, start: int, ends: Sequence[int], replicas: int, *, stays: bool) -> float:
         """Return the bytes of what a replica has as a whole at a time of parameters and gradients that are divided.

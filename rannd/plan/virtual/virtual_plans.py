@@ -41,6 +41,8 @@ from rannd.profile.costs import CostTable
 
 ENOUGH = 0.005
 """How much longer a step may be, by the closed form, than with cuts that are perfectly even."""
+HOST_US = 32.0
+"""Time that each action takes of its slot's host (docs/benchmarks.md), where that was not measured."""
 ROUNDED = 8
 """Bytes of a stage by which its estimate may exceed the tables: its parts are rounded up."""
 
@@ -69,12 +71,21 @@ class VirtualPlans:
         self.intervals, self.machine = self._shared.intervals, self._shared.machine
         self.may_begin = np.array(cut_places(graph, [block.ops for block in blocks]))
         self._tables: dict[object, StageTables] = {}
+        self._messages: dict[int, tuple[float, float]] = {}
+        """What `_message_us` returned."""
+        self._placed: dict[tuple[int, str], tuple[list[int], bool]] = {}
+        """What `_nodes` returned, by number of positions and order of slots."""
         self._cuts: dict[object, SlotCuts | None] = {}
         self._fitted: dict[tuple[Shape, tuple[int, ...]], tuple[list[StagePart], int]] = {}
 
     @property
     def world(self) -> int:
         return len(self.slots)
+
+    @property
+    def host_us(self) -> float:
+        """Time that each action takes of its slot's host: several stages per slot have more actions."""
+        return self.costs.runtime.host_us or HOST_US
 
     def rows(self, microbatches: int) -> int:
         """Rows of the largest microbatch."""
@@ -99,12 +110,28 @@ class VirtualPlans:
 
     def hops_us(self, shape: Shape) -> tuple[float, float]:
         """Return the time of a usual message between neighbouring positions: the mean of these, and the slowest."""
-        places = np.flatnonzero(self.may_begin)[1:-1]
-        sent = at(self.intervals.sent, self.rows(shape.microbatches))[0, places] if len(places) else np.zeros(1)
-        near, far = (float(np.median(p2p_us(link, sent))) for link in (self.machine.link, self.machine.between))
-        nodes = [self.slots[slots[0]].node for slots in shape.slots[: shape.positions]]
+        near, far = self._message_us(shape.microbatches)
+        nodes, _ = self._nodes(shape)
         each = [near if one == other else far for one, other in pairwise(nodes)]
         return sum(each) / len(each), max(each)
+
+    def _message_us(self, microbatches: int) -> tuple[float, float]:
+        """Time of a usual message, inside a node and to another one."""
+        if microbatches not in self._messages:
+            places = np.flatnonzero(self.may_begin)[1:-1]
+            sent = at(self.intervals.sent, self.rows(microbatches))[0, places] if len(places) else np.zeros(1)
+            near, far = (float(np.median(p2p_us(link, sent))) for link in (self.machine.link, self.machine.between))
+            self._messages[microbatches] = near, far
+        return self._messages[microbatches]
+
+    def _nodes(self, shape: Shape) -> tuple[list[int], bool]:
+        """Node of the first slot of each position, and whether the replicas of each are on one node."""
+        key = shape.positions, shape.placement
+        if key not in self._placed:
+            slots = shape.slots[: shape.positions]
+            first = [self.slots[each[0]].node for each in slots]
+            self._placed[key] = first, all(self._inside(each) for each in slots)
+        return self._placed[key]
 
     def exposed_us(self, shape: Shape) -> float:
         """Return the reduction of a slot's gradients that does not overlap with its last backwards, and what follows.
@@ -116,10 +143,7 @@ class VirtualPlans:
         tied = 0.0
         homes = shape.homes
         if homes[0] != homes[-1]:
-            both = self._reads(self.blocks[0].ops) & self._reads(self.blocks[-1].ops)
-            held = [self.graph.params[index] for index in both]
-            sizes = [each.bytes * state_weights(each.itemsize, self.options).reduced for each in held if each.trainable]
-            tied = self.machine.between.allreduce_us(sum(sizes), 2 * shape.replicas)
+            tied = self.machine.between.allreduce_us(self._tied_bytes, 2 * shape.replicas)
         if shape.replicas == 1:
             return tied
         inside, replicas = self._all_inside(shape), np.array([shape.replicas])
@@ -133,6 +157,13 @@ class VirtualPlans:
         backward = float(at(self.intervals.backward, self.rows(shape.microbatches))[0, -1]) / shape.stages
         others = (shape.passes - 1) * shape.positions * backward
         return max(whole / shape.passes - backward, whole - others - backward, 0.0) + after + tied
+
+    @cached_property
+    def _tied_bytes(self) -> float:
+        """Bytes to reduce of parameters that the first and the last block read."""
+        both = self._reads(self.blocks[0].ops) & self._reads(self.blocks[-1].ops)
+        held = [self.graph.params[index] for index in both]
+        return sum(each.bytes * state_weights(each.itemsize, self.options).reduced for each in held if each.trainable)
 
     # -- cuts -------------------------------------------------------------------------------------------------
 
@@ -163,7 +194,7 @@ class VirtualPlans:
                 for flight, moments in zip(flown.most, flown.moments, strict=True)
             ],
             working=table.memory.temporary(slice(None), slice(None))[:, :, 0],
-            limit=limit - table.memory.late - ROUNDED * shape.passes,
+            limit=limit - float(table.memory.late) - ROUNDED * shape.passes,
             may_begin=self.may_begin,
         )
 
@@ -323,7 +354,7 @@ class VirtualPlans:
 
     def _all_inside(self, shape: Shape) -> Mask:
         """Whether the replicas of each stage are on one node: one entry."""
-        return np.array([all(self._inside(slots) for slots in shape.slots)])
+        return np.array([self._nodes(shape)[1]])
 
     def _inside(self, slots: Sequence[int]) -> bool:
         """Whether slots are on one node."""
@@ -354,11 +385,14 @@ class VirtualPlans:
 
     # -- time -------------------------------------------------------------------------------------------------
 
-    def step_costs(self, deployment: Deployment, *, host_us: float = 0.0) -> StepCosts:
-        """Return the costs of the actions of a deployment, each of which takes `host_us` of its host."""
+    def step_costs(self, deployment: Deployment, *, host_us: float | None = None) -> StepCosts:
+        """Return the costs of the actions of a deployment, each of which takes `host_us` of its host.
+
+        None: what is known of the runtime.
+        """
         return self._laid_out(deployment, host_us)[1]
 
-    def _laid_out(self, deployment: Deployment, host_us: float) -> tuple[Layout, StepCosts]:
+    def _laid_out(self, deployment: Deployment, host_us: float | None) -> tuple[Layout, StepCosts]:
         layout, costs = layout_and_costs(
             self.graph,
             deployment,
@@ -368,13 +402,15 @@ class VirtualPlans:
             options=self.options,
             runtime=self.costs.runtime,
         )
-        return loss_layout(layout), msgspec.structs.replace(costs, host_us=host_us)
+        if host_us is not None:
+            costs = msgspec.structs.replace(costs, host_us=host_us)
+        return loss_layout(layout), costs
 
-    def simulated(self, deployment: Deployment, *, host_us: float = 0.0, memory: bool = False) -> Simulation:
+    def simulated(self, deployment: Deployment, *, host_us: float | None = None, memory: bool = False) -> Simulation:
         """Simulate a step of a deployment, also of one with one stage per slot. `memory`: peaks are asked for, too."""
         return predict(deployment.schedule, *self._laid_out(deployment, host_us), memory=memory)
 
-    def least_us(self, deployment: Deployment, *, host_us: float = 0.0) -> float:
+    def least_us(self, deployment: Deployment, *, host_us: float | None = None) -> float:
         """Return a lower bound of its simulated time."""
         layout, costs = self._laid_out(deployment, host_us)
         return least_us(layout, costs, delayed=costs.split)

@@ -24,8 +24,6 @@ from rannd.plan.virtual.virtual_plans import VirtualPlans
 from rannd.plan.virtual.virtual_shapes import Shape
 from rannd.units import amounts_apart
 
-HOST_US = 32.0
-"""Time that each action takes of its slot's host (docs/benchmarks.md): several stages per slot have more actions."""
 MOST_CUT = 12
 """Maximum number of plans that are cut, those with the smallest closed form; more if one is forced and none fits."""
 MOST_PLAYED = 12
@@ -44,7 +42,7 @@ class VirtualPlan(msgspec.Struct, frozen=True):
     shape: Shape
     deployment: Deployment
     step_us: float
-    """Simulated time of a step, with `HOST_US`."""
+    """Simulated time of a step, with `VirtualPlans.host_us`."""
     gain: float
     """What it has to save to be preferred (`virtual_gain`)."""
     at_least: bool = False
@@ -71,7 +69,7 @@ class Against(msgspec.Struct, frozen=True):
 
     mode: RunMode
     step_us: float
-    """With `HOST_US`."""
+    """With `VirtualPlans.host_us`."""
     name: str
 
 
@@ -96,7 +94,7 @@ def with_waiting(plans: VirtualPlans, shape: Shape, e_us: float) -> float:
     hop, slowest = plans.hops_us(shape)
     between = 4 * shape.passes - (4 if shape.positions == 2 else 0)
     actions = shape.passes * (3 if shape.delays else 2) + between
-    busy = max(e_us + shape.pieces * actions * HOST_US, shape.pieces * shape.passes * slowest)
+    busy = max(e_us + shape.pieces * actions * plans.host_us, shape.pieces * shape.passes * slowest)
     return busy + 2 * (shape.positions - 1) * hop + plans.exposed_us(shape)
 
 
@@ -210,11 +208,11 @@ class _Search:
             return 0.0
         parts, _ = plans.fitted(shape, cuts.starts)
         deployment = replace(plans.deployment(shape, parts), e_us=cuts.e_us)
-        step_us = plans.least_us(deployment, host_us=HOST_US)
+        step_us = plans.least_us(deployment, host_us=plans.host_us)
         found = VirtualPlan(shape, deployment, step_us, self._gain(shape), at_least=True)
         if found.preference_us < self.below:
             self.work -= work
-            step_us = plans.simulated(deployment, host_us=HOST_US).step_us
+            step_us = plans.simulated(deployment, host_us=plans.host_us).step_us
             found = VirtualPlan(shape, deployment, step_us, self._gain(shape))
         self.played.append(found)
         if found.preference_us < self.below:

@@ -23,10 +23,10 @@ from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate.simulator import predict
-from rannd.plan.stage_costs import microbatch_counts, stage_terms
+from rannd.plan.stage_costs import microbatch_counts, shared_tables
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
-SOURCES = Path(stage_terms.__file__).parents[2]
+SOURCES = Path(shared_tables.__file__).parents[2]
 STAGES, PIECES = 4, 12
 FORWARD, BACKWARD = (30, 60, 30, 30), (50, 50, 90, 50)
 
@@ -69,7 +69,7 @@ def test_a_wrong_property_of_a_schedule_would_be_seen(
 ) -> None:
     right: Schedule = ALL_SCHEDULES[schedule]
     changed = msgspec.structs.replace(right, **{wrong: not getattr(right, wrong)})
-    for place in (stage_terms, microbatch_counts):
+    for place in (shared_tables, microbatch_counts):
         monkeypatch.setattr(place, "ALL_SCHEDULES", {**ALL_SCHEDULES, schedule: changed})
     assert any(_difference(schedule, equal=equal) for equal in (True, False))
 

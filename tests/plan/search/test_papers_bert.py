@@ -17,7 +17,7 @@ from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.schedules import planned_program
 from rannd.plan.schedule.stream_checker import StreamRules, check_streams
 from rannd.plan.simulate.layout import layout_of, loss_layout
-from rannd.plan.virtual.virtual_search import HOST_US
+from rannd.plan.virtual.virtual_plans import HOST_US
 
 BENCH = Path(__file__).parents[3] / "bench"
 LAYERS = 24

@@ -23,6 +23,7 @@ def ranked(instance: Instance, memory: int) -> Deployment:
     return instance.plan(memory, ranked=True)
 
 
+@pytest.mark.long
 def test_what_is_not_simulated_would_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = seen = 0
     for seed in range(40):

@@ -33,7 +33,9 @@ def same(instance: Instance, deployment: Deployment, wanted: float | None) -> bo
     return wanted is not None and math.isclose(deployment.step_us, wanted, rel_tol=1e-9, abs_tol=1e-6)
 
 
-@pytest.mark.parametrize("hundred", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 10))])
+@pytest.mark.parametrize(
+    "hundred", [0, *(pytest.param(n, marks=pytest.mark.long if n < 4 else pytest.mark.full) for n in range(1, 10))]
+)
 def test_the_plan_has_the_least_e_of_all(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
         instance = Instance(seed)
@@ -63,6 +65,7 @@ def test_it_has_in_every_run_mode(way: RunMode, share: float | None) -> None:
     assert seen[True] > 20, seen
 
 
+@pytest.mark.long
 def test_a_plan_with_zero_has_to_save_a_twentieth() -> None:
     seen = Counter[int]()
     for seed in range(150):
@@ -202,6 +205,7 @@ def test_one_best_partial_plan_a_place_would_lose_plans(monkeypatch: pytest.Monk
     assert wrong(range(150))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("table", ["rest", "rounds", "together"])
 def test_a_bound_that_says_too_much_would_lose_plans(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tighten = Bounds.tighten

@@ -21,11 +21,10 @@ from rannd.plan.schedule.instructions import Posting
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.schedules import planned_program
 from rannd.plan.schedule.stream_checker import StreamRules, check_streams
-from rannd.plan.search import virtual_planner
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout
 from rannd.plan.slot_memory import device_bytes, fullest_bytes
-from rannd.plan.virtual import virtual_search
+from rannd.plan.virtual import virtual_plans, virtual_search
 from rannd.plan.virtual.virtual_plans import VirtualPlans
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
@@ -162,8 +161,7 @@ def test_small_models_pay_the_host_for_more_actions(monkeypatch: pytest.MonkeyPa
     given: dict[str, Any] = {"forward": 0.05 * MS, "graph": chain(24, param=SHARED // 100)}
     small = deep(**given)
     assert _why(small)["virtual stages"][0] == "no"
-    monkeypatch.setattr(virtual_search, "HOST_US", 0.0)
-    monkeypatch.setattr(virtual_planner, "HOST_US", 0.0)
+    monkeypatch.setattr(virtual_plans, "HOST_US", 0.0)
     assert len(small.stages) < len(deep(**given).stages) == 16
 
 

@@ -12,7 +12,7 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.stage_costs.intervals import Intervals
-from rannd.plan.stage_costs.shared_tables import SharedTables
+from rannd.plan.stage_costs.shared_tables import RowTables, SharedTables
 from rannd.plan.topology import Machine
 from rannd.profile.costs import LinkCost
 
@@ -45,16 +45,33 @@ def test_pipelines_inside_nodes_are_those_whose_slots_are_on_one(seed: int) -> N
 @pytest.mark.parametrize("seed", range(10))
 def test_no_bound_of_reductions_falls_with_the_number_of_replicas(seed: int, zero: int) -> None:
     """Bounds of the search take the smallest number that a stage may have."""
-    reductions = _shared(Random(seed), LinkCost(20, 1, 20, 1)).reductions
+    shared = _shared(Random(seed), LinkCost(20, 1, 20, 1))
+    reductions, (starts, ends) = shared.reductions, shared.intervals.runs
     replicas = np.arange(1, 10)
     bounds = reductions.least(replicas, zero)
     for table in bounds:
-        assert (np.diff(table, axis=2) >= 0).all()
+        assert (np.diff(table, axis=1) >= 0).all()
     for end in range(1, 6):
         for inside in (None, np.arange(9) % 2 == 0):
             found = (*reductions.of(end, replicas, inside, zero), reductions.gather(end, replicas, inside))
             for table, bound in zip(found, bounds, strict=True):
-                assert (bound[:end, end] <= table).all()
+                assert (bound[ends == end] <= table[starts[ends == end]]).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tables_of_several_numbers_of_rows_are_those_of_each(seed: int) -> None:
+    shared = _shared(Random(seed), LinkCost(20, 1, 20, 1))
+    together, numbers = RowTables(shared.intervals, shared.machine, np.array([7, 2])[:, None, None]), (7, 2)
+    alone = [RowTables(shared.intervals, shared.machine, rows) for rows in numbers]
+    for name in ("kept", "kept_apart", "kept_divided", "handed_apart", "nearest_us", "weight_us", "delayed"):
+        for tables in (together, *alone):
+            getattr(tables, name)  # they are made when they are asked for
+    for place, tables in enumerate(alone):
+        found = together.one(place)
+        assert vars(found).keys() == vars(tables).keys()
+        for name, value in vars(tables).items():
+            if name != "_intervals":
+                np.testing.assert_array_equal(np.array(getattr(found, name)), np.array(value), name)
 
 
 @pytest.mark.parametrize("offload", ["true", "false"])
