@@ -31,11 +31,12 @@ GPU_WHEELS := $(wildcard .gpu/wheels/*)
 GPU_STAMP := $(if $(GPU_WHEELS),.gpu/venv/.set-up,$(STAMP))
 GPU_PY := $(if $(GPU_WHEELS),.gpu/venv/bin/python,$(PY))
 
-.PHONY: help setup demo test test-full test-torch test-soak test-chosen bench gpu gpu-wheels lint lock clean
+.PHONY: help setup demo test test-long test-full test-torch test-soak test-chosen bench gpu gpu-wheels lint lock clean
 
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
 	@echo "make test       set up, lint, check types and layers, run the tests (minutes)"
+	@echo "make test-long  tests that take long; CI runs make test and these"
 	@echo "make test-full  the tests with the long matrix as well, and with new random examples"
 	@echo "make test-torch TORCH=2.11.0 PYTHON=python3.12"
 	@echo "                the tests on another torch (5 GB) or Python, in an environment of its own below .torch"
@@ -78,7 +79,10 @@ lint: $(STAMP)
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint $(LAUNCHERS)
-	$(PYTEST) -m "not full"
+	$(PYTEST) -m "not long and not full"
+
+test-long: $(STAMP) $(LAUNCHERS)
+	$(PYTEST) -m "long and not full"
 
 test-full: lint $(LAUNCHERS)
 	TEST_SEED=random $(PYTEST)

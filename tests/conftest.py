@@ -83,13 +83,19 @@ class DaemonHome:
         }
 
     def pids(self) -> list[int]:
-        """Daemons that live here now."""
+        """Daemons that live here now, or have their cache here: some have sockets elsewhere, where these are unsafe."""
         found = []
-        for life in self.runtime.glob("rannd/*.life"):
+        for life in (*self.runtime.glob("rannd/*.life"), *Path(f"/tmp/rannd-{os.getuid()}").glob("*.life")):
             text = life.read_text().strip()
-            if text and _is_daemon_of(int(text), life):
+            if text and _is_daemon_of(int(text), life) and (life.is_relative_to(self.runtime) or self._has(int(text))):
                 found.append(int(text))
         return found
+
+    def _has(self, pid: int) -> bool:
+        """Whether a process has its cache here."""
+        with suppress(OSError):
+            return f"XDG_CACHE_HOME={self.cache}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return False
 
     def end_daemons(self) -> None:
         """Kill every daemon that still lives here, and wait for its end."""

@@ -65,6 +65,7 @@ OWN += [
     "offload_activations",
     "offload_dir",
     "calibrate_after",
+    "replan",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 ELASTIC = ["elastic", "min_np", "max_np", "max_restarts", "leave_timeout", "straggler_factor", "drop_stragglers"]
@@ -134,6 +135,7 @@ NOT_PLAN_AFFECTING = {
     "trace_events",
     "event_trace_file",
     "calibrate_after",
+    "replan",
     "cache",
     "cache_max_gb",
     "daemon_idle_s",
@@ -572,3 +574,19 @@ def test_every_item_that_has_an_effect_is_read_somewhere() -> None:
         if not row.no_effect and not any(re.search(rf"\b{name}\b", text) for text in texts)
     ]
     assert not unread
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"RANNC_CACHE": "readonly"}, 'cache = "readonly"'),
+        ({"RANNC_CALIBRATE_AFTER": "0"}, "calibrate_after = 0"),
+        ({"RANNC_TRACE_EVENTS": "off"}, "trace_events = "),
+    ],
+)
+def test_replan_needs_what_is_learned_of_steps(given: dict[str, str], told: str, conf: Path) -> None:
+    assert load(env(conf, RANNC_REPLAN="now")).no_effect_warnings() == []
+    (line,) = load(env(conf, RANNC_REPLAN="now", **given)).no_effect_warnings()
+    assert line.startswith('replan = "now" (RANNC_REPLAN) has no effect with ')
+    assert told in line
+    assert load(env(conf, **given)).no_effect_warnings() == []

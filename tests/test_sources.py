@@ -31,6 +31,7 @@ BESIDE_CHECKING = {
     "rannd.units": "messages",
 }
 BESIDE_PLANNING = {
+    "rannd.ranks.core_share": "where the process that plans runs",
     "rannd.ranks.rank_notes": "whether anybody may need plans for other hosts",
     "rannd.runtime.optim.coupling": "whether the optimizer allows ZeRO, which is in the key",
     "rannd.runtime.binding.planned_cut": "whether a plan is one for this graph, also for plans from the cache",

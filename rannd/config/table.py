@@ -354,7 +354,7 @@ class Config:
     )
     tune: bool = item(
         True,
-        "Set the number of threads and malloc options of the ranks; false (--no-tune): leave them unchanged.",
+        "Set the number of threads, cores and malloc options of the ranks; false (--no-tune): leave them unchanged.",
         group=_LAUNCH,
         plan_affecting=False,
     )
@@ -506,6 +506,14 @@ class Config:
         group=_DEBUG,
         plan_affecting=False,
         least=0,
+    )
+    replan: str = item(
+        "next",
+        "When a plan that measured steps make faster takes the place of the one that runs: in the next run, or now, "
+        "between two steps, once in a training.",
+        group=_DEBUG,
+        plan_affecting=False,
+        choices=("next", "now"),
     )
     # --- DAEMON
     cache: str = item(
@@ -675,6 +683,12 @@ class Config:
             if getattr(self, name) == row.default and not origin.startswith("RANNC_") and origin != _CODE:
                 continue
             warnings.append(f"item {name} is set ({origin}) but has no effect in rannd: {row.no_effect}")
+        lacking = {"calibrate_after": not self.calibrate_after, "cache": self.cache != "on"}
+        lacking["trace_events"] = self.trace_events in ("off", "false") and not self.event_trace_file
+        for name in (each for each, lacks in lacking.items() if lacks and self.replan == "now"):
+            warnings.append(
+                f"{self._told('replan')} has no effect with {self._told(name)}: nothing is learned of steps"
+            )
         return warnings
 
     def lines(self) -> list[str]:

@@ -1,17 +1,21 @@
-"""Torch's default random generators, of the CPU and of devices that are in use."""
+"""Torch's default random generators, of the CPU and of devices that are in use, and those of Python and numpy."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from rannd.device.identity import CUDA, has_accelerator, is_accelerator
 
 States: TypeAlias = Sequence[torch.Tensor]
 """States of generators."""
+OtherStates: TypeAlias = tuple[Any, Any]
+"""States of the generators of Python and numpy."""
 
 
 def devices_in_use() -> list[torch.device]:
@@ -59,6 +63,33 @@ def seeded(device: torch.device, seed: int | States) -> Iterator[list[torch.Tens
     finally:
         for each, state in zip(generators, states, strict=True):
             each.set_state(state)
+
+
+def other_states() -> OtherStates:
+    """States of the generators of Python and numpy, of which code that torch does not see may draw."""
+    return random.getstate(), np.random.get_state()
+
+
+@contextlib.contextmanager
+def drawing_from(states: OtherStates | None) -> Iterator[None]:
+    """Draw from Python's and numpy's generators as from `states`; the script's go on unaffected afterwards.
+
+    None: the generators stay as they are, during and after it.
+    """
+    if states is None:
+        yield
+        return
+    before = other_states()
+    _set(states)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(states: OtherStates) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 def seed_all(seed: int) -> None:

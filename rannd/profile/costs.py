@@ -73,6 +73,8 @@ class RuntimeCost(msgspec.Struct, frozen=True, array_like=True):
     """Of each forward and each backward of a piece in a stage, or segment."""
     call_us: Latency = 0.0
     """Of each step."""
+    host_us: Latency = 0.0
+    """Of the host between computations, for each computation of a piece in a stage, and each message on both sides."""
 
 
 class CostTable(msgspec.Struct, frozen=True):

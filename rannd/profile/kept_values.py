@@ -10,6 +10,7 @@ A view counts as the value whose memory it shares, as a whole: a slice keeps all
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from rannd.graph.fx.ir import Op, Size, TaskGraph
 
@@ -61,7 +62,12 @@ _ITEM = {"float64": 8, "complex64": 8, "complex128": 16, "float32": 4, "float16"
 
 def name_of(op: Op) -> str:
     """Return the plain name of an operator: 'linear' of 'aten::linear' or 'aten::linear_.default'."""
-    name = op.target.replace("_operator.", "").rsplit("::", 1)[-1].split(".")[0]
+    return _plain(op.target)
+
+
+@lru_cache(maxsize=1024)
+def _plain(target: str) -> str:
+    name = target.replace("_operator.", "").rsplit("::", 1)[-1].split(".")[0]
     return name if name.startswith("__") else name.removesuffix("_")
 
 

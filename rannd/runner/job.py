@@ -138,7 +138,8 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     tuning_line = ""
     if options.tune:
         local_ranks = max(place.local_rank for place in places) + 1
-        tuned = tuning(environ, cores=cores, local_ranks=local_ranks, gpus=gpus)
+        binds = cores == len(os.sched_getaffinity(0))  # a container's quota is of no certain cores
+        tuned = tuning(environ, cores=cores, local_ranks=local_ranks, gpus=gpus, binds=binds)
         added |= tuned.variables
         tuning_line = tuned.line()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -20,11 +20,11 @@ import torch
 from rannd import log
 from rannd.device.host_copies import to_device
 from rannd.device.reads import moved
-from rannd.errors import StepError
+from rannd.errors import StepError, UsageError
 from rannd.graph.call.plain_arguments import ArgumentsChanged
 from rannd.graph.call.signature import Call, Mode, flatten_call
 from rannd.graph.call.unread import note_read
-from rannd.plan.deployment import Deployment
+from rannd.plan.deployment import Deployment, decode
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.argument_learning import ArgumentLearning
 from rannd.runtime.audit.step_audit import StepAudits
@@ -33,13 +33,13 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, agree, meet
 from rannd.runtime.deployment.deployer import Deployed, Deployer
 from rannd.runtime.deployment.graph_table import UNKNOWN, Graphs
-from rannd.runtime.deployment.undeploy import gather_gradient, undeploy
+from rannd.runtime.deployment.undeploy import gather_gradient, gathered_states, undeploy
 from rannd.runtime.execution.autograd_bridge import attach
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.outputs import NotSent
 from rannd.runtime.execution.shared_batch import Share, from_rank_0, rows_by_slot
 from rannd.runtime.execution.step import Step
-from rannd.runtime.execution.step_measuring import MeasuringSettings, Planned, StepMeasuring
+from rannd.runtime.execution.step_measuring import MeasuringSettings, Planned, StepMeasuring, is_planned
 from rannd.runtime.gradients.scaling import Factor
 from rannd.runtime.loss_check import check_losses
 from rannd.runtime.optim.global_optimizer import whole_optimizer
@@ -48,7 +48,9 @@ from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_tensor
 from rannd.runtime.planning.job_options import job_options
+from rannd.runtime.planning.memory_fit import short_of_change
 from rannd.runtime.planning.memory_promise import MemoryPromise
+from rannd.runtime.planning.replanning import Replanning
 from rannd.runtime.retraces import Retraces
 from rannd.runtime.timeline.recorder import Doing
 
@@ -57,6 +59,9 @@ _T = TypeVar("_T")
 
 class Follower(Protocol):
     """Keeps values for each of the model's tensors where the tensors are."""
+
+    swapped: bool
+    """Whether the model has these values now, so that it cannot be undeployed."""
 
     def deployed(self) -> None:
         """Called when the model was deployed."""
@@ -111,6 +116,9 @@ class Session:
                 keep_wide_state(context.optimizer, tells=world.rank == 0)
         self._deployed: Deployed | None = None
         self._measuring: StepMeasuring | None = None
+        self._replanning = Replanning(context.config.replan, context.options.total_calls)
+        self._open: list[weakref.ref[Step]] = []
+        """Steps of training that may not have had their backward."""
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -146,11 +154,14 @@ class Session:
             call = from_rank_0(self.world, call)
         mode = Mode.current(training, self.dropout)
         number, rows = self._graph_of_all(call, mode, waits=waits)
-        executor, deployed = self._graphs.use(number), self._deployed
+        executor, by_slot = self._graphs.use(number), self._rows_by_slot(number, rows)
+        deployed = self._deployed
         assert deployed is not None
-        by_slot = tuple(rows[rank] for rank in self.world.rank_of_slot)
-        if shared:
-            by_slot = rows_by_slot(self.world, executor.bound.graph, by_slot[0])
+        if self._replanning.take(as_planned=is_planned(executor.bound, sum(by_slot), deployed.deployment)):
+            self._take_better_plan(deployed)
+            number, rows = self._graph_of_all(call, mode, waits=waits)
+            executor, deployed = self._graphs.use(number), self._deployed
+            assert deployed is not None
         if not any(by_slot):
             raise StepError("the mini-batches of all ranks are empty; skip the step")
         deployed.begin_call(self._steps, float16=mode.float16)
@@ -159,6 +170,8 @@ class Session:
         assert self._measuring is not None
         self._measuring.begin(executor.bound, sum(by_slot), inside=step.interleaved)
         self._steps += 1
+        if mode.grad:
+            self._open.append(weakref.ref(step))
         watch.where.stage = executor.bound.stages[0].number
         # Gradients that are already delayed are reduced together with those of this call, in its backward.
         reduce = not waits and not deployed.reducer.something_waits
@@ -193,6 +206,25 @@ class Session:
             outputs = attach(ready.executor, ready.step, tensors, outputs, delayed, ready.share)
         return graph.traced.outputs.unflatten(outputs, ready.call.unread_values)
 
+    def _take_better_plan(self, deployed: Deployed) -> None:
+        """Undeploy the model, so that this call deploys it with the better plan; not if that is impossible."""
+        better = self._replanning.on_all_ranks(self.world)
+        lacking = short_of_change(self.world, deployed.deployment, decode(better.deployment))
+        self._replanning.tell_taken(lacking)
+        if lacking is None:
+            try:
+                self.undeploy()
+                self._replanning.follow(better)
+            except (StepError, UsageError) as exc:  # on all ranks, before anything has changed
+                self._replanning.tell_failed(exc)
+
+    def _rows_by_slot(self, number: int, rows: Sequence[int]) -> tuple[int, ...]:
+        """Rows of each slot in a call of a graph, for those of each rank."""
+        by_slot = tuple(rows[rank] for rank in self.world.rank_of_slot)
+        if not self._context.options.shared:
+            return by_slot
+        return rows_by_slot(self.world, self._graphs.use(number).bound.graph, by_slot[0])
+
     # -- the parts of a call ----------------------------------------------------------------------------------
 
     def _graph_of_all(self, call: Call, mode: Mode, *, waits: bool) -> tuple[int, list[int]]:
@@ -203,30 +235,40 @@ class Session:
             agreed = self._known_to_all(call, mode, waits=waits)
         if agreed is None:
             number = self._make_graph(call, mode)
-            agreed = number, [rows for _, rows in self._agree(number, call, waits=waits)]
+            agreed = number, [rows for _, rows in self._agree(number, call, mode, waits=waits)]
         return agreed
 
     def _known_to_all(self, call: Call, mode: Mode, *, waits: bool) -> tuple[int, list[int]] | None:
         """As `_graph_of_all`, but None if some rank has no graph for the call."""
         stale = self._deployed is not None and self._deployed.frozen.changed()
-        told = self._agree(UNKNOWN if stale else self._graphs.find(call, mode), call, waits=waits)
+        told = self._agree(UNKNOWN if stale else self._graphs.find(call, mode), call, mode, waits=waits)
         if any(number == UNKNOWN for number, _ in told):
             return None
         number = self._graphs.common(told)
         return None if number is None else (number, [rows for _, rows in told])
 
-    def _agree(self, number: int, call: Call, *, waits: bool) -> list[tuple[int, int]]:
+    def _agree(self, number: int, call: Call, mode: Mode, *, waits: bool) -> list[tuple[int, int]]:
         """All-gather (graph, rows) of every rank; StepError if gradients are delayed on some ranks only."""
+        rows, replan = self._graphs.rows(number, call), self._replanning.told(self._steps, ready=self._is_between(mode))
         begun = self._context.recorder.begin_on_host()
-        told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call), int(waits))
+        told = agree(self.world, Phase.FORWARD, self._steps, number, rows, int(waits), replan)
         self._context.recorder.end_on_host(Doing.AGREE, begun)
+        self._replanning.heard([each[3] for each in told])
         if len({each[2] for each in told}) > 1:
             ranks = [rank for rank, each in enumerate(told) if each[2]]
             raise StepError(
                 f"the reduction of gradients is delayed on ranks {ranks} (delay_grad_allreduce), but not on the "
                 "others; switch the delay on and off on all ranks"
             )
-        return [(number, rows) for number, rows, _ in told]
+        return [(number, rows) for number, rows, *_ in told]
+
+    def _is_between(self, mode: Mode) -> bool:
+        """Whether a call of this mode begins a step, and all earlier ones have had their backward."""
+        steps = ((ref, ref()) for ref in self._open)
+        self._open = [ref for ref, step in steps if step is not None and not step.finished]
+        training = mode.training and mode.grad and self._deployed is not None
+        swapped = any(each.swapped for ref in self.followers if (each := ref()) is not None)
+        return training and not self._open and not self.something_waits and not swapped
 
     def _step(self, executor: Executor, call: Call, rows: tuple[int, ...], share: Share | None) -> Step:
         """Create the step of a call; `rows`: rows per slot."""
@@ -287,11 +329,14 @@ class Session:
             deployed.parameters.adopt()
         else:
             self._tracing.check(planned, call)
-            self._deployed = self._deployer.deploy(planned, call, rows)
+            self._deployed = self._deployer.deploy(planned, call, rows, self._replanning)
             self._deployed.reducer.delivered.append(self._count)
             self._measuring = self._measure(self._deployed)
         assert self._deployed is not None
+        binding = time.monotonic()
         executor = self._deployer.bind(self._deployed, graph, self._seed, rows)
+        if planned is not None:
+            self._replanning.moving_s += time.monotonic() - binding
         number = self._graphs.add(graph.signature, executor, state)
         if deployed is None:
             self.values.close()
@@ -421,8 +466,9 @@ class Session:
         meet(self.world, Phase.UNDEPLOY)
         deployed.parameters.adopt()
         deployed.frozen.agree()
+        states = gathered_states(self.world, deployed.parameters, self._context.optimizer)
         self._gather_followers(deployed.parameters)
-        undeploy(self.world, deployed.parameters, deployed.origin, self._context.optimizer)
+        undeploy(self.world, deployed.parameters, deployed.origin, self._context.optimizer, states)
         self.settled = True
         self.close()
         if self.world.rank == 0:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from rannd.device.generators import kept_generators, seeded
+from rannd.device.generators import drawing_from, kept_generators, other_states, seeded
 
 CPU = torch.device("cpu")
 
@@ -32,3 +35,15 @@ def test_the_script_goes_on_after_an_error() -> None:
     with pytest.raises(ValueError, match="wrong"):
         fail()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_numbers_of_python_and_numpy_can_be_drawn_again() -> None:
+    begin = other_states()
+    drawn = random.random(), np.random.rand()
+    after = other_states()
+    with drawing_from(begin):
+        assert (random.random(), np.random.rand()) == drawn
+        random.random()
+    following = random.random(), np.random.rand()
+    with drawing_from(after), drawing_from(None):
+        assert (random.random(), np.random.rand()) == following

@@ -22,6 +22,7 @@ def test_undeploying_changes_nothing_in_training(job: Job) -> None:
     assert output.count("undeploying is right on rank") == 2
 
 
+@pytest.mark.long
 def test_several_models_and_hooks(job: Job) -> None:
     output = job.train(2, "tests/e2e/programs/several.py", RANNC_PIPELINE_NUM="2")
     assert output.count("several models are right on rank") == 2
@@ -32,7 +33,7 @@ def test_cut_points_and_dropout(job: Job) -> None:
     assert output.count("cut points are right on rank") == 2
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_values_of_other_ranks_are_not_read(job: Job, stages: str) -> None:
     output = job.train(2, "tests/e2e/programs/absent_values.py", stages, RANNC_PARTITION_NUM=stages)
     assert output.count("absent values are right on rank") == 2
@@ -44,7 +45,10 @@ def test_averages_by_hand_are_right_or_an_error(job: Job, stages: str) -> None:
     assert output.count(" is right") == 8
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, "1"), (2, "1"), (2, "2")])
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [pytest.param(1, "1", marks=pytest.mark.long), pytest.param(2, "1", marks=pytest.mark.long), (2, "2")],
+)
 def test_the_model_inside_runs_the_plan(job: Job, ranks: int, stages: str, tmp_path: Path) -> None:
     output = job.train(ranks, "tests/e2e/programs/inner_calls.py", stages, str(tmp_path), RANNC_PARTITION_NUM=stages)
     assert output.count(" is right") == 2 * ranks
@@ -55,6 +59,7 @@ def test_the_model_inside_runs_the_plan(job: Job, ranks: int, stages: str, tmp_p
     assert output.count(told) == (ranks == 2 and stages == "1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", ["1", "2"])
 def test_averages_of_a_wrapped_model(job: Job, stages: str, tmp_path: Path) -> None:
     def run(ranks: int, what: str, stages: str) -> None:
@@ -69,7 +74,7 @@ def test_averages_of_a_wrapped_model(job: Job, stages: str, tmp_path: Path) -> N
     run(2, "before", "2")
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_batches_with_ids_and_numbers_that_change(job: Job, stages: str) -> None:
     program = "tests/e2e/programs/plain_arguments.py"
     output = job.train(2, program, stages, RANNC_PARTITION_NUM=stages, RANNC_CACHE="off")

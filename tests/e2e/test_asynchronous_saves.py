@@ -21,7 +21,7 @@ LOGGED = rf"\[error\] {FAILED}"
 # -- the last one fails ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["end", "exit"])
+@pytest.mark.parametrize("what", ["end", pytest.param("exit", marks=pytest.mark.long)])
 def test_a_job_whose_last_save_failed_ends_with_a_code_and_the_reason(job: Job, tmp_path: Path, what: str) -> None:
     output = job.run("rannc-run", "-np", "2", LAST, what, str(tmp_path), code=8, **HALVES)
     assert len(re.findall(LOGGED, output)) == 1, output
@@ -51,9 +51,13 @@ def test_the_next_call_raises_it_on_all_ranks_which_may_go_on(job: Job, tmp_path
     assert (tmp_path / "last" / "checkpoint.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "reason"),
-    [("broken", "a connection to another rank broke"), ("gone", r"rank 1 \(.*it was killed, or crashed")],
+    [
+        ("broken", "a connection to another rank broke"),
+        ("gone", r"rank 1 \(.*it was killed, or crashed"),
+    ],
 )
 def test_a_last_save_that_lost_a_rank_is_told_as_well(job: Job, tmp_path: Path, what: str, reason: str) -> None:
     """No call comes any more that would say it."""
@@ -87,6 +91,7 @@ def test_an_error_of_the_script_comes_first(job: Job, tmp_path: Path) -> None:
     assert re.search(r"exit code 1  KeyError: 'the script is wrong' \(last_save\.py:\d+\)", output), output
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_at_its_end_is_not_waited_for(job: Job, tmp_path: Path) -> None:
     code, output = job.end("rannc-run", "-np", "2", LAST, "once more", str(tmp_path), **HALVES)
     assert code in (1, 8), output  # that of the rank which ends first
@@ -97,6 +102,7 @@ def test_a_rank_that_waits_at_its_end_is_not_waited_for(job: Job, tmp_path: Path
 # -- beside the watch --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_watchdog_leaves_a_save_its_time(job: Job, tmp_path: Path) -> None:
     watch = {"RANNC_RUN_WATCHDOG": "true", "RANNC_WATCHDOG_TIMEOUT_S": "2"}
     output = job.train(2, BESIDE, "watchdog", str(tmp_path), **watch)

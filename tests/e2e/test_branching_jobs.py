@@ -14,9 +14,9 @@ PROGRAM = "tests/e2e/programs/branches.py"
     ("what", "stages", "operator"),
     [
         ("differs_at_once", "1", "chosen (Chosen)"),
-        ("differs_at_once", "2", "chosen (Chosen)"),
-        ("differs_later", "1", "chosen (Chosen)"),
-        ("loops", "1", "the model (Loop)"),
+        pytest.param("differs_at_once", "2", "chosen (Chosen)", marks=pytest.mark.long),
+        pytest.param("differs_later", "1", "chosen (Chosen)", marks=pytest.mark.long),
+        pytest.param("loops", "1", "the model (Loop)", marks=pytest.mark.long),
         ("without_rows", "1", None),
     ],
 )

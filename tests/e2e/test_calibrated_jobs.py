@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Callable
 
 import msgspec
 import pytest
 from job import FROM_CACHE, PLANNED, Job
+from job_cache import LEARNING as PLAN
+from job_cache import in_cache, keys_of
 
-from rannd.daemon.client.cache import Client, connect
-from rannd.daemon.common.keys import Key
+from rannd.daemon.client.cache import Client
+from rannd.plan.deployment import decode
 from rannd.profile.points import Measured
 from rannd.runtime.costs.learned_costs import LearnedCosts
+from rannd.runtime.costs.learned_runtime import HostTook, LearnedRuntime
 
 pytestmark = pytest.mark.ranks
 
 PROGRAM = "tests/e2e/programs/calibrated.py"
-PLAN = {
-    "RANNC_PARTITION_NUM": "2",
-    "RANNC_PIPELINE_NUM": "2",
-    "RANNC_CALIBRATE_AFTER": "8",
-    "RANNC_CACHE": "on",
-    "OMP_NUM_THREADS": "1",
-}
 DOUBT = "Stages take something else than their parts"
 
 
@@ -34,20 +27,7 @@ def stages(output: str) -> list[tuple[int, float]]:
     return [(int(ops), float(us)) for ops, us in re.findall(r"STAGE (\d+) ([\d.]+)", output)]
 
 
-def in_cache(job: Job, monkeypatch: pytest.MonkeyPatch, use: Callable[[Client], None]) -> None:
-    """Use the cache of a job's home."""
-    for name, value in job.environment.items():
-        if os.environ.get(name) != value:
-            monkeypatch.setenv(name, value)
-    with connect(mode="on", timeout_s=30, idle_s=60, max_bytes=1 << 30) as client:
-        use(client)
-
-
-def keys_of(job: Job, kind: str) -> list[Key]:
-    listed = json.loads(job.run("rannc-cache", "ls", "--json"))
-    return [Key(kind, each["key"], each["components"]) for each in listed if each["kind"] == kind]
-
-
+@pytest.mark.long
 def test_a_spoilt_profile_heals_within_one_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     first = job.train(2, PROGRAM, "12", **PLAN)
     assert PLANNED in first
@@ -63,7 +43,7 @@ def test_a_spoilt_profile_heals_within_one_job(job: Job, monkeypatch: pytest.Mon
         measured = msgspec.msgpack.decode(client.get(slowest) or b"", type=Measured)
         points = tuple(
             msgspec.structs.replace(
-                each, forward_us=20 * each.forward_us, backward_us=20 * each.backward_us, weight_us=0.0, spread=0.0
+                each, forward_us=200 * each.forward_us, backward_us=200 * each.backward_us, weight_us=0.0, spread=0.0
             )
             for each in measured.points
         )
@@ -98,11 +78,11 @@ def test_what_steps_took_is_in_the_costs_of_the_next_plan(job: Job, monkeypatch:
         learned = msgspec.msgpack.decode(client.get(key) or b"", type=LearnedCosts)
         assert len(learned.stages) >= 2
         assert all(each.forward_us > 0 and each.backward_us > 0 for each in learned.stages)
-        slower = [
-            msgspec.structs.replace(each, forward_us=2 * each.forward_us, backward_us=2 * each.backward_us)
+        quicker = [
+            msgspec.structs.replace(each, forward_us=0.5 * each.forward_us, backward_us=0.5 * each.backward_us)
             for each in learned.stages
         ]
-        assert client.put(key, msgspec.msgpack.encode(msgspec.structs.replace(learned, stages=tuple(slower))))
+        assert client.put(key, msgspec.msgpack.encode(msgspec.structs.replace(learned, stages=tuple(quicker))))
         for deployment in keys_of(job, "deployment"):
             client.discard(deployment, "of a test")
 
@@ -110,4 +90,38 @@ def test_what_steps_took_is_in_the_costs_of_the_next_plan(job: Job, monkeypatch:
     planned = job.train(2, PROGRAM, "2", **other)
     assert PLANNED in planned
     before, after = (sum(us for _, us in stages(output)) for output in (control, planned))
-    assert 1.5 * before < after < 2.5 * before, "parts are as before, stages took twice as long"
+    assert 0.3 * before < after < 0.75 * before, "parts are as before, stages took half as long"
+
+
+@pytest.mark.long
+def test_what_the_runtime_took_is_in_the_costs_of_other_models(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.train(2, PROGRAM, "12", **PLAN)
+
+    def slow_down(client: Client) -> None:
+        (key,) = keys_of(job, "runtime")
+        runtime = msgspec.msgpack.decode(client.get(key) or b"", type=LearnedRuntime)
+        assert runtime.hosts
+        assert all(each.handled > 4 and 100 < each.us < 1e6 for each in runtime.hosts)
+        hosts = (HostTook("of another model", handled, 8e3 + 300.0 * handled) for handled in (10, 20, 40, 80))
+        assert client.put(key, msgspec.msgpack.encode(LearnedRuntime(hosts=tuple(hosts))))
+
+    in_cache(job, monkeypatch, slow_down)
+    before = {key.digest for key in keys_of(job, "deployment")}
+    assert PLANNED in job.train(2, "examples/tutorial.py", "8", "32", "4", **PLAN)
+
+    def look(client: Client) -> None:
+        (key,) = (key for key in keys_of(job, "deployment") if key.digest not in before)
+        planned = decode(client.get(key) or b"")
+        assert planned.call_us + 30 * planned.host_us == pytest.approx(8e3 + 9e3, rel=0.2)
+        assert planned.step_us > planned.call_us + 8 * planned.host_us, "and of its two microbatches"
+
+    in_cache(job, monkeypatch, look)
+
+
+@pytest.mark.parametrize("setting", ["RANNC_CHECK_NAN", "RANNC_VERIFY_RECOMP"])
+def test_nothing_is_learned_while_rannd_looks_at_all_values(job: Job, setting: str) -> None:
+    value = "all" if setting == "RANNC_CHECK_NAN" else "true"
+    output = job.train(2, PROGRAM, "12", **PLAN, **{setting: value})
+    assert "Steps take" in output
+    assert not keys_of(job, "learned")
+    assert not keys_of(job, "runtime")

@@ -11,7 +11,13 @@ PROGRAM = str(ROOT / "tests" / "e2e" / "programs" / "calls.py")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "stages", "microbatches", "schedule"),
-    [(1, 1, 2, "1f1b"), (2, 1, 1, "1f1b"), (2, 2, 2, "1f1b"), (3, 2, 2, "1f1b"), (4, 3, 4, "gpipe")],
+    [
+        (1, 1, 2, "1f1b"),
+        pytest.param(2, 1, 1, "1f1b", marks=pytest.mark.long),
+        pytest.param(2, 2, 2, "1f1b", marks=pytest.mark.long),
+        (3, 2, 2, "1f1b"),
+        pytest.param(4, 3, 4, "gpipe", marks=pytest.mark.long),
+    ],
 )
 def test_every_way_of_calling(job: Job, ranks: int, stages: int, microbatches: int, schedule: str) -> None:
     out = job.train(

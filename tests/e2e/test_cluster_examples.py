@@ -55,6 +55,7 @@ def test_its_grace_period_is_shorter_than_slurms() -> None:
     assert "\nexec rannc-run " in text, "bash would keep the signal to itself"
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_script_of_sbatch_trains(job: Job, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(

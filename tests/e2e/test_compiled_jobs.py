@@ -39,6 +39,7 @@ def test_stages_of_a_pipeline_compute_the_same(job: Job) -> None:
     assert "kinds of blocks" in compiled
 
 
+@pytest.mark.long
 def test_one_rank_compiles_for_all_and_a_second_run_compiles_nothing(job: Job) -> None:
     # Both ranks have the whole model, also where a busy machine makes two stages look faster.
     plain = job.train(2, PROGRAM, "1", "0.2", **WHOLE)
@@ -58,6 +59,7 @@ def test_one_rank_compiles_for_all_and_a_second_run_compiles_nothing(job: Job) -
     assert not any(folder.exists() for folder in folders.values())
 
 
+@pytest.mark.long
 def test_without_a_compiler_blocks_run_eagerly_and_one_line_says_why(job: Job) -> None:
     # Not a fork, in which torch has looked at CXX already.
     output = job.run("rannc-run", "-np", "1", PROGRAM, "2", "0.2", **COMPILED, **ONE, CXX="/nowhere/g++")
@@ -66,6 +68,7 @@ def test_without_a_compiler_blocks_run_eagerly_and_one_line_says_why(job: Job) -
     assert losses(output) == losses(job.train(1, PROGRAM, "2", "0.2", **ONE))
 
 
+@pytest.mark.long
 def test_ctrl_c_while_compiling_ends_everything(job: Job, tmp_path: Path) -> None:
     """The compiler hangs; nothing of it is left, and nothing that a later run would trust."""
     slow = tmp_path / "slow"

@@ -101,6 +101,7 @@ def fire(job: Job, moment: str, deed: Callable[[], None], **variables: str) -> s
 MOMENTS = ["reached first", "Running profiler", "reached second"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", [pytest.param(MOMENTS[0], marks=pytest.mark.full), *MOMENTS[1:]])
 def test_a_frozen_daemon_costs_one_warning(job: Job, uncached: list[str], fresh: DaemonPaths, moment: str) -> None:
     pid = daemon(job)
@@ -113,6 +114,7 @@ def test_a_frozen_daemon_costs_one_warning(job: Job, uncached: list[str], fresh:
     assert "did not answer in time" in told
 
 
+@pytest.mark.long
 def test_a_daemon_frozen_before_the_start_costs_one_warning(job: Job, uncached: list[str], fresh: DaemonPaths) -> None:
     pid = daemon(job)
     os.kill(pid, signal.SIGSTOP)
@@ -168,6 +170,7 @@ def test_a_daemon_full_of_garbage_is_no_hindrance(
     assert len(warnings(output)) == 0
 
 
+@pytest.mark.long
 def test_garbage_under_the_very_keys_is_set_aside_and_healed(job: Job, uncached: list[str], fresh: DaemonPaths) -> None:
     """A writer with a fault of its own, whose checksums hold: values of every kind that say nothing."""
     fire(job, "nowhere", lambda: None)

@@ -82,6 +82,7 @@ echo "$@" >> {log}
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_job_that_slurm_stops_is_queued_again_and_goes_on(job: Job, tmp_path: Path) -> None:
     training, variables = a_training(tmp_path, job)
@@ -168,6 +169,7 @@ def test_the_pod_gives_the_time_that_the_job_takes() -> None:
     assert codes == {"containerName": container["name"], "operator": "In", "values": [138, 143]}
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_pod_that_is_evicted_saves_and_the_next_one_goes_on(job: Job, tmp_path: Path) -> None:
     training, variables = a_training(tmp_path, job)

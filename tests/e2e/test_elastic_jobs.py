@@ -70,7 +70,8 @@ def training(job: Job, tmp_path: Path) -> Iterator[Training]:
             process.wait(LONG_S)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.full), "adam"])
 def test_ranks_come_and_go_with_the_lines_of_the_host_file(training: Training, kind: str) -> None:
     training.kind = kind
     training.hosts.write_text("localhost slots=2")
@@ -94,6 +95,7 @@ def test_a_rank_that_dies_costs_the_steps_since_the_last_checkpoint(training: Tr
     assert [step for step, made in training.losses().items() if len(made) > 1] == [11, 12, 13]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["rank == 1", "True"])
 def test_what_ranks_keep_in_memory_outlives_them(training: Training, who: str) -> None:
     """One is killed, or all: at most one step is lost, also before there is any checkpoint.
@@ -114,6 +116,7 @@ def test_what_ranks_keep_in_memory_outlives_them(training: Training, who: str) -
     assert not list((training.folder / "checkpoints").glob("*rescued*"))
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_while_it_saves(training: Training) -> None:
     code = """
 from rannd.runtime.checkpoint import saving
@@ -126,6 +129,7 @@ if rank == 1: saving.write_shard = die
     training.check()
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(training: Training) -> None:
     code = """
 from rannd.runtime.checkpoint import saving
@@ -143,6 +147,7 @@ if rank == 0: saving.write_shard = full
     assert (training.folder / "checkpoints" / "step-00000020").exists()
 
 
+@pytest.mark.long
 def test_two_changes_within_a_second_are_one(training: Training) -> None:
     training.hosts.write_text("localhost slots=2")
     training.host_file_at(5, "localhost slots=4", "localhost slots=3")
@@ -152,6 +157,7 @@ def test_two_changes_within_a_second_are_one(training: Training) -> None:
     assert training.ranks_of()[-1] == 3
 
 
+@pytest.mark.long
 def test_the_launchers_own_machine_stays(training: Training) -> None:
     training.hosts.write_text("localhost slots=2")
     training.host_file_at(3, "elsewhere slots=2")
@@ -161,6 +167,7 @@ def test_the_launchers_own_machine_stays(training: Training) -> None:
     assert set(training.ranks_of()) == {2}
 
 
+@pytest.mark.long
 def test_the_plan_for_other_hosts_is_there_when_they_come(training: Training) -> None:
     """Plans for one slot fewer and one more are made while the job trains, also where its own plan was made so."""
 
@@ -190,6 +197,7 @@ def test_the_plan_for_other_hosts_is_there_when_they_come(training: Training) ->
     assert "Plan from the cache" in output.partition("asking")[2]
 
 
+@pytest.mark.long
 def test_a_host_file_that_is_half_written_changes_nothing(training: Training) -> None:
     training.hosts.write_text("localhost slots=2")
     training.host_file_at(3, "localhost slots=")
@@ -216,6 +224,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(training: Training) -> None:
     assert all(len(made) == 1 for made in training.losses().values()), before
 
 
+@pytest.mark.long
 def test_what_fails_before_its_first_step_is_not_started_for_ever(training: Training) -> None:
     (training.folder / "at_0").write_text("raise KeyError('no such column')")
     output = training.run("-np", "2", code=1)
@@ -224,6 +233,7 @@ def test_what_fails_before_its_first_step_is_not_started_for_ever(training: Trai
     assert "KeyError: 'no such column'" in output
 
 
+@pytest.mark.long
 def test_a_step_that_always_fails_is_not_started_for_ever(training: Training) -> None:
     (training.folder / "at_7").write_text("if rank == 1: raise RuntimeError('bad sample')")
     output = training.run("-np", "2", code=1, pause_s=0.0)
@@ -231,6 +241,7 @@ def test_a_step_that_always_fails_is_not_started_for_ever(training: Training) ->
     assert max(training.losses()) == 7
 
 
+@pytest.mark.long
 def test_it_waits_for_enough_hosts(training: Training) -> None:
     training.hosts.write_text("localhost slots=1")
     process = training.start("--min-np", "2", "--hostfile", str(training.hosts), pause_s=0.0)

@@ -9,6 +9,7 @@ import pytest
 from job import Job
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("model", ["linear 512 x 8", "digits 32"])
 def test_no_step_uses_more_memory_than_planned(job: Job, model: str) -> None:

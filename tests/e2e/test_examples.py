@@ -40,7 +40,14 @@ def _losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"(?:step=\d+|held-out) loss=(\d+\.\d+)", output)]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(1, marks=pytest.mark.full),
+        pytest.param(2, marks=pytest.mark.long),
+        pytest.param(4, marks=pytest.mark.full),
+    ],
+)
 def test_gpt2_learns(job: Job, ranks: int) -> None:
     output = _run(job, ranks, "gpt2_bytes.py", *TINY_GPT2, "--lr", "0.01")
     assert _finished(output) == list(range(ranks))
@@ -61,7 +68,7 @@ def test_gpt2_in_three_stages_sees_the_same_losses(job: Job) -> None:
 @pytest.mark.parametrize(
     ("ranks", "stages"),
     [
-        (1, 1),
+        pytest.param(1, 1, marks=pytest.mark.long),
         pytest.param(2, 1, marks=pytest.mark.full),
         (2, 2),
         *(pytest.param(4, stages, marks=pytest.mark.full) for stages in (1, 4)),

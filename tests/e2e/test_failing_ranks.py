@@ -119,6 +119,7 @@ def test_a_rank_that_leaves_early(job: Job) -> None:
     ), output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [(), pytest.param(("join",), marks=pytest.mark.full)])
 def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> None:
     command = [*TORCHRUN, FORK, PROGRAM, "model", "1", *how]
@@ -131,6 +132,7 @@ def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> N
     assert re.search(r"rank 0 .*has ended without an error message", output), output
 
 
+@pytest.mark.long
 def test_plain_mpirun(job: Job) -> None:
     command = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, PROGRAM, "model", "0"]
     output = _run(job, command, RANNC_PARTITION_NUM="2")
@@ -138,6 +140,7 @@ def test_plain_mpirun(job: Job) -> None:
     assert output.count("step 3 finally") == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("signum", "command"),
     [
@@ -192,6 +195,7 @@ def test_out_of_memory_names_the_promise_and_changes_the_next_plan(job: Job) -> 
     assert PLANNED in output
 
 
+@pytest.mark.long
 def test_a_plan_is_made_again_where_memory_is_not_free(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "little.py"
     script.write_text(

@@ -34,9 +34,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     ("part", "only", "found"),
     [
         ("correct", "loss outside", "linear layers"),
-        ("speed", "GPT-2", "GPT-2 2x32, rannd: step / eager's"),
-        ("estimates", "linear 64 x 4, m 1", "linear 64 x 4, m 1: memory / estimate"),
-        ("shared", "a rank that raises in backward", "a rank that raises in backward: all ranks end"),
+        pytest.param("speed", "GPT-2", "GPT-2 2x32, rannd: step / eager's", marks=pytest.mark.long),
+        pytest.param(
+            "estimates", "linear 64 x 4, m 1", "linear 64 x 4, m 1: memory / estimate", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "shared",
+            "a rank that raises in backward",
+            "a rank that raises in backward: all ranks end",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_part_runs_on_a_cpu(part: str, only: str, found: str, tmp_path: Path) -> None:
@@ -100,6 +107,7 @@ gpu.main()
 """
 
 
+@pytest.mark.long
 def test_checks_after_one_that_hangs_or_dies_are_carried_out(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ NEVER = {"mpi4py.MPI", "torch.distributed.fsdp", "torch.testing", "triton"}
 PROGRAM = str(Path(__file__).parent / "programs" / "cached_imports.py")
 
 
+@pytest.mark.long
 def test_a_cached_run_imports_nothing_that_traces(job: Job, tmp_path: Path) -> None:
     imported: list[list[set[str]]] = []
     for number in range(2):

@@ -65,6 +65,7 @@ def listening(processes: list[psutil.Process]) -> list[tuple[str, str, str]]:
     return found
 
 
+@pytest.mark.long
 def test_all_are_on_the_loopback_interface(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -123,6 +123,7 @@ def test_a_model_that_fits_nowhere_says_what_would_do(job: Job) -> None:
     assert "DoesNotFitError" in output
 
 
+@pytest.mark.long
 def test_three_stages_on_four_ranks(job: Job) -> None:
     script = [
         "examples/gpt2_bytes.py",
@@ -146,7 +147,7 @@ def test_three_stages_on_four_ranks(job: Job) -> None:
     assert sorted("".join(assigned).replace("-", "").replace(",", "")) == list("0123")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_plain_mpirun_and_plain_python(job: Job, ranks: int) -> None:
     command = [sys.executable, *TUTORIAL]
     if ranks > 1:

@@ -11,6 +11,7 @@ from job import Job
 SMALL = ("--ranks", "2", "--layers", "1", "--width", "64", "--words", "512", "--length", "32", "--rows", "2")
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_what_is_offloaded_is_not_in_memory(job: Job) -> None:
     large = (*SMALL, "--width", "256", "--words", "2048")
@@ -30,6 +31,7 @@ def test_what_is_offloaded_is_not_in_memory(job: Job) -> None:
     assert output.count(": a step takes ") == 4
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_zero_divides_state_and_trains_where_nothing_else_fits(job: Job) -> None:
     output = job.run(sys.executable, "bench/memory.py", "bytes", "fit", *SMALL)

@@ -44,6 +44,7 @@ def test_more_plans_and_models_of_hugging_face(job: Job, tmp_path: Path, which: 
     assert found[2] == found[0]
 
 
+@pytest.mark.long
 def test_no_rank_needs_memory_for_the_whole_model(job: Job, tmp_path: Path) -> None:
     output = job.run(
         "rannc-run",

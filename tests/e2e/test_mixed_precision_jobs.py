@@ -30,7 +30,8 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "zero"), [(1, 1, 0), (2, 1, 0), (3, 2, 1), (2, 1, 2), (2, 1, 3), (4, 2, 3)]
+    ("ranks", "stages", "zero"),
+    [(1, 1, 0), (2, 1, 0), (3, 2, 1), (2, 1, 2), (2, 1, 3), pytest.param(4, 2, 3, marks=pytest.mark.long)],
 )
 def test_training_equals_masters_kept_by_hand(job: Job, tmp_path: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, MASTERS, "train", str(tmp_path / "checkpoint"), **_plan(stages, zero))

@@ -10,6 +10,7 @@ from job import PLANNED, Job
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.long
 def test_links_inside_nodes_and_between_them_are_measured_and_kept(job: Job) -> None:
     output = job.train(3, "tests/e2e/programs/two_nodes.py")
     assert output.count("places [(0, 0), (0, 1), (1, 2)] agrees") == 3, output

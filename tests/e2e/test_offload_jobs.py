@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from job import FORK, FROM_CACHE, PLANNED, Job
 
 PROGRAM = "tests/e2e/programs/large_state.py"
@@ -36,6 +37,7 @@ def _losses(output: str) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_training_state_larger_than_memory(job: Job, tmp_path: Path) -> None:
     whole = job.train(1, PROGRAM, "Adam", **PLAN)
     state = re.search(r"training state (\d+) MiB", whole)
@@ -59,6 +61,7 @@ def test_training_state_larger_than_memory(job: Job, tmp_path: Path) -> None:
     assert "Cannot allocate memory" in output
 
 
+@pytest.mark.long
 def test_a_plan_that_is_only_made_tells_why(job: Job) -> None:
     _told(job.run("rannc-run", "--plan-only", "-np", "1", FORK, PROGRAM, "Adam", **SCARCE))
 
@@ -91,6 +94,7 @@ def _fits(
     return whole, output
 
 
+@pytest.mark.long
 def test_parameters_larger_than_memory(job: Job, tmp_path: Path) -> None:
     """Training state is more than four times the limit."""
     program = "tests/e2e/programs/large_model.py"
@@ -101,6 +105,7 @@ def test_parameters_larger_than_memory(job: Job, tmp_path: Path) -> None:
         assert int(sizes[1]) > 450
 
 
+@pytest.mark.full
 def test_activations_larger_than_memory(job: Job, tmp_path: Path) -> None:
     """Recomputing is not enough: what blocks start from alone is more than what may be planned."""
     program = "tests/e2e/programs/large_activations.py"

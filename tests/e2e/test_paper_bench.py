@@ -60,6 +60,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_table_and_plan_are_those_of_the_page_and_of_rannc_run(job: Job, tmp_path: Path) -> None:
     """For a small BERT on devices that cannot hold it whole."""

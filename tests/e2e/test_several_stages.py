@@ -23,6 +23,7 @@ def plan(stages: int, **more: str) -> dict[str, str]:
     return {"RANNC_PARTITION_NUM": str(stages), "RANNC_ZERO_STAGE": "0", **more}
 
 
+@pytest.mark.long
 def test_placement_changes_nothing(job: Job, tmp_path: Path) -> None:
     program, pieces = f"{PROGRAMS}/interleaved.py", 8
     job.train(4, program, str(tmp_path), **plan(4, RANNC_PIPELINE_NUM="2", RANNC_SCHEDULE="1f1b"))
@@ -48,7 +49,10 @@ def test_the_planner_places_stages_itself(job: Job, tmp_path: Path) -> None:
     assert FROM_CACHE in output
 
 
-@pytest.mark.parametrize(("schedule", "zero"), [("interleaved_1f1b", 1), ("interleaved_1f1b", 3), ("zb_v", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    [pytest.param("interleaved_1f1b", 1, marks=pytest.mark.long), ("interleaved_1f1b", 3), ("zb_v", 1)],
+)
 def test_replicas_share_state_and_checkpoints_go_on_under_other_plans(
     job: Job, tmp_path: Path, schedule: str, zero: int
 ) -> None:
@@ -67,6 +71,7 @@ def test_a_checkpoint_of_another_plan_goes_on(job: Job, tmp_path: Path) -> None:
     assert job.train(4, *command, **plan(4)).count("is right under 4 stages, ZeRO 2") == 4
 
 
+@pytest.mark.long
 def test_compiled_stages_compute_the_same(job: Job) -> None:
     command = placed("interleaved_1f1b", 2, "compiled.py", "8", "0.0", "aot_eager")
     compiled = job.train(2, *command, **plan(4, RANNC_PIPELINE_NUM="2", RANNC_COMPILE_STAGES="blocks"))
@@ -94,6 +99,7 @@ def test_an_error_names_the_stage_of_the_action(job: Job, what: str, place: str)
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_is_gone_is_named_with_its_stages(job: Job) -> None:
     command = placed("interleaved_1f1b", 2, "failing.py", "kill", "1")
     output = job.run("rannc-run", "-np", "2", *command, code=137, **plan(4))

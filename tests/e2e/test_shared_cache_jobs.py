@@ -102,6 +102,7 @@ sys.exit(job.wait())
     assert FROM_CACHE in output
 
 
+@pytest.mark.long
 def test_links_that_cannot_be_are_measured_again(job: Job) -> None:
     job.run("rannc-cache", "clear")
     assert PLANNED in job.train(2, *TUTORIAL)
@@ -134,6 +135,7 @@ def test_a_failed_plan_is_not_kept(job: Job) -> None:
     assert '"leases": []' in job.run("rannd", "status", "--json")
 
 
+@pytest.mark.long
 def test_a_container_that_shares_the_home_alone_runs_uncached(job: Job, tmp_path: Path) -> None:
     """Its runtime directory is another one, so it cannot see the daemon that holds the store."""
     known = job.train(2, *TUTORIAL)

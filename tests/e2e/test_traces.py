@@ -207,6 +207,7 @@ for step, (rows, length) in enumerate(((4, 9), (4, 7), (2, 12), (6, 9), (4, 31),
 """
 
 
+@pytest.mark.long
 def test_changing_lengths_share_a_trace(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LENGTHS)

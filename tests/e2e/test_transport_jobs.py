@@ -12,6 +12,7 @@ pytestmark = pytest.mark.ranks
 PROGRAM = "tests/e2e/programs/replicated_buffers.py"
 
 
+@pytest.mark.long
 def test_transports_train_alike_with_groups_that_all_ranks_have_made(job: Job) -> None:
     """A group that only its members made would hang in another one's making, or be taken for it."""
     found = {}

@@ -15,7 +15,7 @@ LINE = next(n for n, line in enumerate((ROOT / PROGRAM).read_text().splitlines()
 SOON = {"RANNC_WAIT_NOTICE_S": "1"}
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.long), "2"])
 @pytest.mark.parametrize(
     ("what", "level", "text"),
     [
@@ -45,13 +45,15 @@ def test_a_wait_is_told_once_and_is_no_failure(
     output = job.train(2, PROGRAM, what, str(tmp_path), RANNC_PARTITION_NUM=stages, RANNC_CACHE="off", **SOON)
     text = text.replace("LINE", str(LINE))
     told = re.findall(r"\[RaNNCProcess\] \[(\w+)\] (.* waits for .*)", output)
-    # On a busy machine more is told, of waits for a rank that works in its first call; that is no alarm either.
+    # On a busy machine more is told: of waits for a rank that works in its first call, which is no alarm either, and of
+    # another rank that waits for all to connect.
     assert [each for each, line in told if re.fullmatch(text, line)] == [level], output
-    assert all(each == "info" for each, line in told if not re.fullmatch(text, line)), output
+    others = [(each, line) for each, line in told if not re.fullmatch(text, line)]
+    assert all(each == "info" or re.fullmatch(text.replace("rank 0", "rank 1"), line) for each, line in others), output
     assert output.count("saved") == 2
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_saving_on_rank_0_alone_after_the_others_have_ended(job: Job, tmp_path: Path, stages: str) -> None:
     output = job.train(2, PROGRAM, "ended", str(tmp_path), code=1, RANNC_PARTITION_NUM=stages)
     text = (

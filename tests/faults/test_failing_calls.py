@@ -13,7 +13,11 @@ from faults.faulty import run
 
 @pytest.mark.parametrize(
     ("program", "way"),
-    [("failing_saves.py", {}), ("failing_saves.py", {"FAULTS_NO_EXCHANGE": "1"}), ("failing_exports.py", {})],
+    [
+        ("failing_saves.py", {}),
+        pytest.param("failing_saves.py", {"FAULTS_NO_EXCHANGE": "1"}, marks=pytest.mark.long),
+        ("failing_exports.py", {}),
+    ],
     ids=["saves", "saves by two renames", "exports"],
 )
 def test_whole_or_not_at_all_and_always_told(program: str, way: dict[str, str], tmp_path: Path) -> None:

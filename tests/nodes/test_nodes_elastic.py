@@ -46,6 +46,7 @@ class Training(Outcome):
             time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_nodes_are_added_and_removed(network: Callable[..., Network]) -> None:
     a, _, c = network(3).made
     training = Training(a, "a:1 b:1")
@@ -62,6 +63,7 @@ def test_nodes_are_added_and_removed(network: Callable[..., Network]) -> None:
     assert c.empty_within(LONG)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_a_node_that_is_cut_off_is_left_out(network: Callable[..., Network], kind: str) -> None:
     """Its part of the last step is in the memory of another node."""
@@ -83,6 +85,7 @@ def test_a_node_that_is_cut_off_is_left_out(network: Callable[..., Network], kin
     assert b.empty_within(LONG)
 
 
+@pytest.mark.long
 def test_a_node_is_lost_with_the_one_that_has_its_copies(network: Callable[..., Network]) -> None:
     a, b, c = network(3).made
     training = Training(a, "a:1 b:1 c:1")
@@ -101,6 +104,7 @@ def test_a_node_is_lost_with_the_one_that_has_its_copies(network: Callable[..., 
     assert a.empty_within(LONG)
 
 
+@pytest.mark.long
 def test_a_node_that_is_preempted_is_left_in_time(network: Callable[..., Network]) -> None:
     """The notice is given on that node, by examples/spot, for a service that is here a program on the node."""
     a, _, c = network(3).made
@@ -135,6 +139,7 @@ def test_a_node_that_is_preempted_is_left_in_time(network: Callable[..., Network
     assert min(ranks.count(3), ranks.count(2)) > 0
 
 
+@pytest.mark.long
 def test_a_node_that_is_not_ready_is_left_out(network: Callable[..., Network]) -> None:
     a, _ = network(2).made
     training = Training(a, "a:1 b:1 nowhere:1")
@@ -147,6 +152,7 @@ def test_a_node_that_is_not_ready_is_left_out(network: Callable[..., Network]) -
     assert training.ranks_of() == [2] * STEPS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drop", [True, False])
 def test_a_slow_node_is_reported_and_left_out_of_the_next_start_or_gets_less(
     network: Callable[..., Network], drop: bool
@@ -180,6 +186,7 @@ def test_a_slow_node_is_reported_and_left_out_of_the_next_start_or_gets_less(
     assert rows[3] < 3 <= min(rows[:3]), output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_results_stay_if_a_slow_node_gets_fewer_rows(network: Callable[..., Network], kind: str) -> None:
     a, _ = network(2).made

@@ -49,6 +49,7 @@ def started(node: Node, hosts: str, script: str, *options: str) -> tuple[subproc
     raise AssertionError("".join(said))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script", [TRAIN, pytest.param(SPEAK, marks=pytest.mark.full)], ids=["training", "without rannd"]
 )

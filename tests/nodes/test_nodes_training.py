@@ -72,7 +72,7 @@ def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network
     assert " Plan: " not in third
 
 
-@pytest.mark.parametrize("own_on_loopback", [False, True])
+@pytest.mark.parametrize("own_on_loopback", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_script_for_torchrun(network: Callable[..., Network], own_on_loopback: bool) -> None:
     a, _ = network(2, own_on_loopback=own_on_loopback).made
     script = str(PROGRAM.with_name("own_group.py"))
@@ -97,3 +97,22 @@ def test_other_launchers_reach_other_nodes(network: Callable[..., Network], name
     assert code == 0, output
     assert len(digests(output)) == 4
     assert set(re.findall(r"^\[(\w:\d)\] after step 0", output, re.M)) == {"a:0", "a:1", "b:2", "b:3"}
+
+
+@pytest.mark.long
+def test_nodes_take_a_better_plan_together(network: Callable[..., Network]) -> None:
+    """The other node's daemon has the old plan still."""
+    a, _ = network(2).made
+    program, learning = (
+        str(PROGRAM.with_name("replanned.py")),
+        {**STAGES, "RANNC_PIPELINE_NUM": "2", "RANNC_CALIBRATE_AFTER": "8"},
+    )
+    job = ("rannc-run", "--hosts", "a:1,b:1", FORKED[0], program, "plain")
+    code, output = a.run(*job, "3", **learning)
+    assert code == 0, output
+    code, output = a.run(sys.executable, str(PROGRAM.with_name("uneven_plan.py")))
+    assert code == 0, output
+    code, output = a.run(*job, **learning, RANNC_REPLAN="now")
+    assert code == 0, output
+    assert output.count("Plan after measured steps: 2 stages") == 1
+    assert re.search(r"STEPS \d+, 16 of them with another plan", output), output

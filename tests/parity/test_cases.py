@@ -13,6 +13,7 @@ from parity.zoo import ZOO
 from rannd.plan.run_modes import Offload
 
 
+@pytest.mark.long
 def test_compact_covers_every_possible_pair() -> None:
     """What `possible` does not ask for takes every value with every choice: it is varied by one or two at once."""
     covered = set().union(*map(pairs_of, _cover()))

@@ -1,9 +1,9 @@
-"""The parity cases of every run, see `parity.check`."""
+"""The parity cases of `make test`, see `parity.check`."""
 
 from __future__ import annotations
 
-from parity.cases import COMPACT, DRAWN
+from parity.cases import DRAWN, SOME
 from parity.check import test_training_equals_the_emulation as test_training_equals_the_emulation
-from parity.several import SEVERAL
+from parity.several import SOME_OF_SEVERAL
 
-CASES = [*COMPACT, *DRAWN, *SEVERAL]
+CASES = [*SOME, *DRAWN, *SOME_OF_SEVERAL]

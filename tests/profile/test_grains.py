@@ -63,6 +63,7 @@ def grains_of(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:
     return make_grains(graph.task, make_atoms(graph.task))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deeper", [DEEPER[0], pytest.param(DEEPER[1], marks=pytest.mark.full)], ids=["some", "all"])
 @pytest.mark.parametrize(("build", "given"), DEEP, ids=[build.__name__ for build, _ in DEEP])
 def test_a_deeper_model_has_nothing_new_to_measure(
@@ -99,7 +100,8 @@ def test_a_long_way_without_parameters_has_several_grains() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt2", "t5", "resnet"),
+        "gpt2",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("t5", "resnet")),
         *(
             pytest.param(each, marks=pytest.mark.full)
             for each in ("bert", "mobilenet-v2", "llama", "vit", "nn.Transformer")

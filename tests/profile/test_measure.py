@@ -106,6 +106,7 @@ def test_costs_are_positive_and_grow_with_the_rows() -> None:
     assert cost.activation_bytes.at(64) == 8 * cost.activation_bytes.at(8)
 
 
+@pytest.mark.long
 def test_adding_gradients_takes_a_time_that_grows_with_the_parameters_alone() -> None:
     small, large = (
         min(measure_alone(whole(graph), sample, (4,)).cost(4).add_us for _ in range(3))  # others use the machine, too
@@ -250,6 +251,7 @@ def test_memory_that_runs_out_is_a_bound(rows: tuple[int, ...], few: int, many: 
     assert cost.activation_bytes.at(4) > 4 * 16 * 2**20
 
 
+@pytest.mark.long
 def test_memory_that_is_too_little_for_one_row_is_an_error(tmp_path: Path) -> None:
     mp.spawn(_measure_with_little_memory, (str(tmp_path / "cost"), (2, 8), 4096, 40))
     told = (tmp_path / "cost").read_bytes().decode()

@@ -276,3 +276,32 @@ def test_a_whole_model_that_is_opaque_is_recomputed() -> None:
         found.sum().backward()
     wanted.sum().backward()
     torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)
+
+
+class Region(nn.Module):
+    """A layer in float32 between others, whatever the script's autocast is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.exact, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.exact(x.float())
+        return self.last(x).float().square().mean()
+
+
+def test_backward_inside_a_call_under_autocast_is_that_of_after_the_region() -> None:
+    torch.manual_seed(0)
+    plain, inner = Region(), Region()
+    inner.load_state_dict(plain.state_dict())
+    model = pyrannc.RaNNCModule(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    x = torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [each(x) for each in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    for mine, other in zip(inner.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-9)

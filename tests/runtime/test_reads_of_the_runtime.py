@@ -20,11 +20,17 @@ METHODS = frozenset({"item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", 
 NUMBERS = frozenset({"float", "int", "bool"})
 STEADY = ("execution", "gradients", "transport")
 """Folders whose code runs in each step: there, Python's conversions are looked at, too."""
+AUDIT = (
+    "auditor",
+    "differences",
+    "origins",
+    "parameter_gradients",
+    "record_exchange",
+    "step_audit",
+    "step_record",
+)
 ALLOWED = {
-    **dict.fromkeys(
-        [f"audit/{name}.py" for name in ("auditor", "differences", "record_exchange", "step_audit", "step_record")],
-        "the one step that is audited",
-    ),
+    **dict.fromkeys([f"audit/{name}.py" for name in AUDIT], "the one step that is audited"),
     "comm/world.py": "messages between hosts are on the CPU",
     "transport/strict_transport.py": "runs on CPUs alone",
     "comm/gather_objects.py": "states that are gathered",

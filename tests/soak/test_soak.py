@@ -21,6 +21,7 @@ SCRIPT = Path(__file__).with_name("soak_run.py")
 JOB = KINDS[0]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.timeout(1800)
 def test_eight_jobs_lose_nothing_and_leave_nothing() -> None:

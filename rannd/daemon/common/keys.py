@@ -35,7 +35,7 @@ class Key(msgspec.Struct, frozen=True):
 
     kind: str
     """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``, ``compiled``,
-    ``measured``, ``learned``."""
+    ``measured``, ``learned``, ``runtime``."""
     digest: str
     """40 hex digits."""
     components: dict[str, str]
@@ -256,6 +256,26 @@ def learned_key(
     )
 
 
+def runtime_key(*, device_model: str, threads: int, backend: str, ranks: int, versions: Mapping[str, str]) -> Key:
+    """Return the key of what the runtime itself takes of a machine's hosts; `ranks`: most of them on one host.
+
+    The others are as for `learned_key`.
+
+    Raises:
+        ValueError: A required version is missing.
+    """
+    return make_key(
+        "runtime",
+        {
+            "device_model": device_model,
+            "threads": threads,
+            "backend": backend,
+            "ranks": ranks,
+            **_versions(versions),
+        },
+    )
+
+
 def summary(kind: str, components: Mapping[str, str]) -> str:
     """Summarize an entry in one line, for display."""
     found: list[str] = []
@@ -279,6 +299,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "profile": (("block", "block", 8), ("device_model", "on", 32), ("threads", "threads", 8)),
     "trace": (("model", "of", 48), ("call", "for", 72)),
     "learned": (("graph", "graph", 8), ("device_model", "on", 32), ("backend", "over", 8)),
+    "runtime": (("ranks", "ranks", 8), ("device_model", "on", 32), ("backend", "over", 8)),
     "limit": (("deployment", "after out of memory in", 12),),
     "measured": (("deployment", "steps of", 12),),
     "hooks": (("version.torch", "of torch", 24),),

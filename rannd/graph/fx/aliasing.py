@@ -80,12 +80,17 @@ def _returned_inside(inner: GraphModule, given: list[Any]) -> Iterator[Node]:
             yield argument
 
 
+def is_leaf(node: Node) -> bool:
+    """Whether a node runs code that cannot be traced."""
+    return operator_name(node.target) == LEAF
+
+
 def is_random(traced: Traced | nn.Module, node: Node) -> bool:
     """Whether a node draws random numbers."""
     nested = nested_graph(traced, node)
     if nested is not None:
         return any(is_random(nested[0], inner) for inner in nested[0].graph.nodes)
-    if operator_name(node.target) == LEAF:
+    if is_leaf(node):
         return True  # unknown, so it is treated as random
     if not is_random_operator(node.target):
         return False

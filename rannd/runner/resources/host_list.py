@@ -135,14 +135,21 @@ def default_size(gpus: int, cores: int) -> int:
     return gpus or max(1, cores // 2)
 
 
-def core_count() -> int:
-    """Return the cores that this process may use: its affinity, and the quota of its control group (containers)."""
+def core_count(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the cores that this process may use: its affinity, and the quota of its control group (containers).
+
+    `groups`: Where control groups are mounted.
+    """
     cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
+        try:
+            told = " ".join((groups / name).read_text(encoding="ascii") for name in names)
+            quota, period = map(int, told.split())
+        except (OSError, ValueError):  # not this version; "max": no quota
+            continue
+        if quota > 0 and period > 0:
+            return max(1, min(cores, math.ceil(quota / period)))
+    return cores
 
 
 def gpu_count(environ: Mapping[str, str]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
-from rannd.ranks import rank_notes, row_shares
+from rannd.ranks import core_share, rank_notes, row_shares
 from rannd.ranks.rank_variables import PMIX, WORLDS, slurm_local_size, without_size
 from rannd.runner.resources.allocation import HOSTFILE_VARIABLES
 
@@ -34,6 +34,7 @@ _NAMES = frozenset(
         rank_notes.RESUME_STEP,
         rank_notes.RESCUED_FOLDER,
         row_shares.VARIABLE,
+        core_share.BEFORE_VARIABLE,
         *(name for world in WORLDS for name in world if name != "SLURM_NTASKS_PER_NODE"),
         "OMPI_ARGV",
         "OMPI_COMMAND",

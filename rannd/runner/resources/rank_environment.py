@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rannd.ranks.core_share import CORES_VARIABLE
+
 LOWEST_PORT = 20000
 """Ports below belong to well-known services."""
 PORT_TRIES = 64
@@ -30,6 +32,7 @@ CUDA_SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
+_DESCRIBED = {*MALLOC_SETTINGS, CORES_VARIABLE}
 _ALLOCATOR = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -75,13 +78,15 @@ class Tuning:
         if not self.variables:
             return ""
         # The three malloc settings belong together; docs/launching.md lists their values.
-        told = [f"{name}={value}" for name, value in self.variables.items() if name not in MALLOC_SETTINGS]
+        told = [f"{name}={value}" for name, value in self.variables.items() if name not in _DESCRIBED]
+        if CORES_VARIABLE in self.variables:
+            told.append("cores of its own for each rank")
         if self.variables.keys() & MALLOC_SETTINGS.keys():
             told.append("malloc that keeps freed memory (MALLOC_*)")
         return f"tuned {', '.join(told)}; --no-tune turns this off"
 
 
-def tuning(environ: Mapping[str, str], *, cores: int, local_ranks: int, gpus: int) -> Tuning:
+def tuning(environ: Mapping[str, str], *, cores: int, local_ranks: int, gpus: int, binds: bool = False) -> Tuning:
     """Choose threads, and settings of malloc or CUDA, of ranks; what the user has set is left alone.
 
     Args:
@@ -89,10 +94,16 @@ def tuning(environ: Mapping[str, str], *, cores: int, local_ranks: int, gpus: in
         cores: Cores of one machine.
         local_ranks: Maximum number of ranks on one machine.
         gpus: GPUs of this machine; if there are any, CUDA's settings are chosen, and malloc is left alone.
+        binds: Ranks can be bound to cores.
     """
     result = Tuning()
+    share = max(1, cores // local_ranks)
     if "OMP_NUM_THREADS" not in environ:
-        result.variables["OMP_NUM_THREADS"] = str(max(1, cores // local_ranks))
+        result.variables["OMP_NUM_THREADS"] = str(share)
+    threads = [environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environ]
+    fits = all(each.isdecimal() and int(each) <= share for each in threads)
+    if binds and gpus == 0 and 1 < local_ranks <= cores and fits and CORES_VARIABLE not in environ:
+        result.variables[CORES_VARIABLE] = str(cores)
     own_malloc = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("LD_PRELOAD", "")
     if gpus == 0 and not own_malloc and "GLIBC_TUNABLES" not in environ:
         result.variables |= MALLOC_SETTINGS

@@ -38,7 +38,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from rannd.ranks import memory_files, rank_notes
+from rannd.ranks import core_share, memory_files, rank_notes
 from rannd.ranks.host_name import host_name
 from rannd.ranks.lost_host import LOOK_S, is_lost
 from rannd.ranks.rank_variables import MPI_RANKS, torch_variables
@@ -162,6 +162,7 @@ class Watcher:
                 null = os.open(os.devnull, os.O_RDONLY)
                 for fd, target in ((null, 0), (pipes[0][1], 1), (pipes[1][1], 2)):
                     os.dup2(fd, target, inheritable=True)
+                core_share.bind(os.environ)
                 if notes:
                     rank_notes.give(pipes[2][1])
                 if memory:

@@ -37,6 +37,23 @@ class Gap:
 NO_NUMBER = Gap(float("inf"), float("inf"))
 
 
+class Differs(Exception):
+    """The first difference of a step."""
+
+
+class Comparisons:
+    """Counts what was compared of a step."""
+
+    def __init__(self) -> None:
+        self.count = {"values": 0, "gradients": 0, "buffers": 0}
+
+    def add(self, kind: str, what: str, where: str, gap: Gap | None) -> None:
+        """Count a comparison. Differs if there is a gap."""
+        self.count[kind] += 1
+        if gap is not None:
+            raise Differs(f"{what} {gap}, in {where}")
+
+
 @dataclass(frozen=True)
 class Measure:
     """The tolerance of a comparison."""
@@ -84,6 +101,18 @@ def largest_element(tensor: torch.Tensor | None) -> float:
         return 0.0
     real = _real(tensor).abs()
     return float(real.masked_fill_(~real.isfinite(), 0.0).max())
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in double precision, if it is no integer."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def like(expected: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
+    """An expected sum in the type of what was found."""
+    return expected if expected is None or found is None else expected.to(found.dtype)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

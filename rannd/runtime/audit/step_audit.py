@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from rannd import log
-from rannd.device.generators import kept_generators
+from rannd.device.generators import drawing_from, kept_generators, other_states
 from rannd.device.reads import read
 from rannd.errors import AuditError
 from rannd.graph.tracing.leaf_recorder import preserved
-from rannd.runtime.audit.auditor import Auditor, Differs, StepFacts
+from rannd.runtime.audit.auditor import Auditor
+from rannd.runtime.audit.differences import Differs
+from rannd.runtime.audit.origins import StepFacts
 from rannd.runtime.audit.record_exchange import RecordExchange, Tensors
 from rannd.runtime.audit.step_record import Key, StepRecord
 from rannd.runtime.binding.bound_graph import BoundGraph
@@ -46,6 +46,8 @@ class StepAudit:
         self._parameters = parameters
         self._call = call
         self._seed = seed
+        self._digests: dict[str, torch.Tensor] = {}
+        """Of the values that this rank has computed with."""
 
     # -- what is kept ---------------------------------------------------------------------------------------------
 
@@ -54,10 +56,11 @@ class StepAudit:
         self.record.gradients(kind, gradients)
 
     def mini_batch(self, leaves: Sequence[torch.Tensor], whole: Sequence[torch.Tensor] | None) -> None:
-        """Keep this rank's tensors; `whole`: the mini-batch that all ranks share."""
-        self.record.named("leaves", tensors=_numbered(leaves))
-        if whole is not None:
-            self.record.named("whole", tensors=_numbered(whole))
+        """Keep this rank's tensors, after forward; `whole`: the mini-batch that all ranks share."""
+        for kind, tensors in (("leaf", leaves), ("whole", whole if self._world.rank == 0 else None)):
+            for place, each in enumerate(tensors or ()):
+                self.record.named(kind, place, tensors={"": each})
+        self._digests = self._digests_now()
 
     def outputs(self, outputs: Sequence[Any]) -> None:
         """Keep what the call returns on this rank."""
@@ -107,7 +110,7 @@ class StepAudit:
             told = [each.decode() for each in world.gather_bytes(why.encode())]
         why = next(filter(None, told), "")
         if why:
-            _warn(self._context, self.number, why)
+            self.refuse(why)
             return
         self.record.named("input gradients", tensors=_numbered(found))
         self.record.gradients("grad after", self._gradients())
@@ -116,7 +119,11 @@ class StepAudit:
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 self.record.named("hooked", name, tensors={"": torch.ones(())})
         start = float(read(seed)) if isinstance(seed, torch.Tensor) else float(seed)
-        facts = StepFacts(self._call, self._seed, pieces, inside, start, self._context.averaged)
+        averaged = self._context.averaged
+        divided = (
+            averaged if inside and seed == 1.0 and not isinstance(seed, torch.Tensor) else 1
+        )  # as Executor.forward
+        facts = StepFacts(self._call, self._seed, pieces, inside, start, averaged, divided)
         exchange = RecordExchange(world, self._find)
         where, before = world.watch.where, world.watch.where.preparing
         text: bytes | None = None
@@ -129,10 +136,22 @@ class StepAudit:
                 exchange.done()
             where.preparing = before
             text = world.broadcast_bytes(text)
-        self.record = StepRecord(self._bound.graph.traced.graph, self._parameters)  # lets go of the copies
+        self.record.clear()
         if text:
             raise AuditError(text.decode())
         self.equal = True
+
+    def refuse(self, why: str) -> None:
+        """Tell that the step is not audited, and let go of what was kept of it."""
+        self.done = True
+        self.record.clear()
+        _warn(self._context, self.number, why)
+
+    def _digests_now(self) -> dict[str, torch.Tensor]:
+        """Of parameters, and of buffers that no stage writes."""
+        written = self._bound.graph.placement.written
+        names = [name for name in self._parameters.own if name not in written]
+        return {name: _digest(self.record.find(("tensor", name))[""]) for name in names}
 
     def _refusal(self, anchor: Anchor, *, reduced: bool) -> str:
         """Why a step cannot be audited; empty: it can."""
@@ -140,6 +159,9 @@ class StepAudit:
             return "its gradients wait for a later reduction (delay_grad_allreduce)"
         if anchor.asked() is not None:
             return "its backward was asked for some gradients only (torch.autograd.grad, backward(inputs=..))"
+        for name, digest in self._digests_now().items():
+            if not torch.equal(digest, self._digests[name]):
+                return f"{name} has other values than in its forward: does a hook step an optimizer in backward?"
         return ""
 
     def _verdict(self, facts: StepFacts, exchange: RecordExchange, begun: float) -> str:
@@ -164,10 +186,12 @@ class StepAudit:
                 self.number,
                 block,
             )
+        for block in list(auditor.spoilt)[:1]:
+            logger.warning("step %d: %s computes NaN; what is NaN on both sides counts as equal", self.number, block)
         logger.info(
             "Step %d equals its replay: %d values, %d gradients and %d buffers of %d blocks and %d pieces, in %.1f s",
             self.number,
-            *auditor.count.values(),
+            *auditor.compared.count.values(),
             len(auditor.blocks),
             len(auditor.pieces),
             time.monotonic() - begun,
@@ -181,9 +205,9 @@ class StepAudit:
         name = str(key[1])
         if name in self._parameters.sharded:
             return {}  # no rank has it as a whole
-        mine = self.record.tensor(name)
-        used = self.record.used.get(name, mine)  # a rank without microbatches computes nothing
-        return {"": _digest(mine), "used": _digest(used)}
+        mine = self._digests[name] if name in self._digests else _digest(self.record.tensor(name))
+        used = self.record.used.get(name)  # a rank without microbatches computes nothing
+        return {"": mine, "used": mine if used is None else _digest(used)}
 
 
 class StepAudits:
@@ -214,9 +238,7 @@ class StepAudits:
             return None
         self.steps += 1
         if self._last is not None and not self._last.done:
-            why = "the script has not called backward before its next call of the model"
-            _warn(self._context, self._last.number, why)
-            self._last.done = True
+            self._last.refuse("the script has not called backward before its next call of the model")
         if self.steps != self.wanted:
             return None
         why = self._refusal(reduce=reduce)
@@ -257,11 +279,8 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
     """Restore all generators of random numbers afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with kept_generators():
+    with kept_generators(), drawing_from(other_states()):
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
             torch.clear_autocast_cache()

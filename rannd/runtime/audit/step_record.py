@@ -22,7 +22,7 @@ class StepRecord:
     =================== ========================= ===================================================================
     kind                where                     what
     =================== ========================= ===================================================================
-    leaves, whole                                 the tensors of this rank's mini-batch; those of a shared one
+    leaf, whole         place                     a tensor of this rank's mini-batch; rank 0: of one that all share
     entered             stage, piece              values that a stage reads, as they have arrived
     made                stage, piece, segment     values that a segment has computed
     before, after       stage                     buffers that a stage writes, before and after the call
@@ -45,9 +45,16 @@ class StepRecord:
         """The tensors that this rank's stages have computed with, not copied."""
         self._parameters = parameters
         self._kept: dict[Key, dict[str, torch.Tensor]] = {}
+        self._closed = False
 
     def __contains__(self, key: Key) -> bool:
         return key in self._kept
+
+    def clear(self) -> None:
+        """Let go of all copies; nothing more is kept."""
+        self._closed = True
+        self._kept.clear()
+        self.used.clear()
 
     def values(self, *key: str | int, **by_kind: Mapping[Node, torch.Tensor | None]) -> None:
         """Keep values of nodes, by kind."""
@@ -56,7 +63,8 @@ class StepRecord:
 
     def named(self, *key: str | int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Keep tensors by name; those that are None are left out."""
-        self._kept[key] = {name: _copied(each) for name, each in tensors.items() if each is not None}
+        if not self._closed:
+            self._kept[key] = {name: _copied(each) for name, each in tensors.items() if each is not None}
 
     def gradients(self, kind: str, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Keep one gradient of each parameter."""
@@ -84,8 +92,9 @@ class StepRecord:
 
     def uses(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Note the tensors that a stage computes with; not those that are gathered for a moment (ZeRO 3)."""
-        here = zip(names, tensors, strict=True)
-        self.used.update((name, each) for name, each in here if name not in self._parameters.sharded)
+        if not self._closed:
+            here = zip(names, tensors, strict=True)
+            self.used.update((name, each) for name, each in here if name not in self._parameters.sharded)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

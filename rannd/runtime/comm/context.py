@@ -32,6 +32,8 @@ class WrapOptions:
     """The script's GradScaler."""
     shared: bool = False
     """Whether all ranks share rank 0's mini-batch (gather_inputs=False)."""
+    total_calls: int | None = None
+    """Number of the model's calls in the whole training, if the script knows it."""
 
     @property
     def scaled(self) -> bool:

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rannd.profile.costs import RuntimeCost
 from rannd.profile.points import LONGEST_US, Measured
 from rannd.runtime.costs.correction import Correction, StageWork, fitted
 from rannd.runtime.costs.known_costs import MeasuredParts
 
-LEARNED_FORMAT = 1
+LEARNED_FORMAT = 2
 MOST_STAGES = 32
 """Maximum number of measured stages that are kept: the latest."""
 
@@ -38,15 +37,12 @@ class LearnedCosts(msgspec.Struct, frozen=True):
     format: int = LEARNED_FORMAT
     stages: tuple[StageTook, ...] = ()
     """The latest first."""
-    call_us: float = 0.0
-    """What the runtime took of a step beside its actions."""
     doubts: int = 0
     """How often stages have taken something else than their parts, so that these were measured anew."""
 
-    def and_those(self, stages: Sequence[StageTook], call_us: float, *, doubts: int) -> LearnedCosts:
-        """Return what is known after more steps. Others only make the runtime slower: its least time counts."""
-        least = min(self.call_us, call_us) if self.stages else call_us
-        return LearnedCosts(LEARNED_FORMAT, (*stages, *self.stages)[:MOST_STAGES], least, self.doubts + doubts)
+    def and_those(self, stages: Sequence[StageTook], *, doubts: int) -> LearnedCosts:
+        """Return what is known after more steps."""
+        return LearnedCosts(LEARNED_FORMAT, (*stages, *self.stages)[:MOST_STAGES], self.doubts + doubts)
 
     def works(self, parts: MeasuredParts, profile: Mapping[str, Measured]) -> list[StageWork]:
         """Return the stages with the costs of their parts; not those with parts that were not measured."""
@@ -63,15 +59,10 @@ class LearnedCosts(msgspec.Struct, frozen=True):
         """Return what follows for the costs of the graph."""
         return fitted(self.works(parts, profile))
 
-    def runtime(self, correction: Correction) -> RuntimeCost:
-        """Return what the runtime takes itself."""
-        return RuntimeCost(correction.action_us, self.call_us)
-
     def is_plausible(self, ops: int) -> bool:
         """Whether this can be of a graph with so many operators: validates what was read from the cache."""
         return (
             self.format == LEARNED_FORMAT
-            and 0 <= self.call_us <= LONGEST_US
             and self.doubts >= 0
             and len(self.stages) <= MOST_STAGES
             and all(

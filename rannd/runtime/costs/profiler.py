@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import msgspec
 import torch
 
 from rannd import log
-from rannd.daemon.common.keys import Component, Key, learned_key, link_key, profile_key
+from rannd.daemon.common.keys import Component, Key, learned_key, link_key, profile_key, runtime_key
+from rannd.device.identity import is_accelerator
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.block_hash import crossing
 from rannd.graph.partition.cut import Part
@@ -29,11 +31,14 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.measured_code import MeasuredCode
 from rannd.runtime.costs.known_costs import MeasuredParts, Ops
 from rannd.runtime.costs.learned_costs import LearnedCosts
+from rannd.runtime.costs.learned_runtime import LearnedRuntime
 
 _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
 _KNOWN_LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None] | None)
 _MEASURED = msgspec.msgpack.Decoder(Measured)
 _LEARNED = msgspec.msgpack.Decoder(LearnedCosts)
+_RUNTIME = msgspec.msgpack.Decoder(LearnedRuntime)
+_BOTH_LEARNED = msgspec.msgpack.Decoder(tuple[LearnedCosts, LearnedRuntime])
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class Measuring:
         self._whole = bool(graph.coupled)
         """Whether mini-batches are not split into microbatches."""
         self._platform = platform
+        self.queued = is_accelerator(world.device)
+        """Whether the host works ahead of the device."""
         self.threads = torch.get_num_threads() if world.device.type == "cpu" else 0
         """Threads of a rank, on which times depend."""
         self.tell: Callable[[float], None] | None = None
@@ -101,10 +108,12 @@ class Measuring:
         They are corrected by what steps of earlier jobs took.
         """
         self._measure(self.parts.wanted([block.ops for block in blocks]), everything=False)
-        learned = _LEARNED.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(self.learned())))
+        data = self._world.broadcast_bytes(msgspec.msgpack.encode((self.learned(), self.learned_runtime())))
+        learned, runtime = _BOTH_LEARNED.decode(data)
         correction = learned.correction(self.parts, self.profile)
         of_blocks = self.parts.costs(blocks, self.profile, self._most, correction)
-        return CostTable(of_blocks, *self.measured_links(), learned.runtime(correction))
+        links, graph_hash = runtime.links(*self.measured_links()), self._graph.task.graph_hash
+        return CostTable(of_blocks, *links, runtime.cost(graph_hash, correction.action_us, queued=self.queued))
 
     def learned(self) -> LearnedCosts:
         """What rank 0's cache has of the graph's stages; nothing on other ranks. Not collective."""
@@ -126,6 +135,25 @@ class Measuring:
             versions=self._platform.versions,
             flags=self._platform.flags,
             code=self.parts.toolchain,
+        )
+
+    def learned_runtime(self) -> LearnedRuntime:
+        """What rank 0's cache has of the runtime on these hosts; nothing on other ranks. Not collective."""
+        client = self._context.cache.client
+        if client is None:
+            return LearnedRuntime()
+        key = self.runtime_key()
+        return understood(client, key, client.get(key), _RUNTIME, lambda found: found.is_plausible) or LearnedRuntime()
+
+    def runtime_key(self) -> Key:
+        """Key of `learned_runtime`."""
+        nodes = Counter(slot.node for slot in self._world.slots)
+        return runtime_key(
+            device_model=self._platform.device_model,
+            threads=self.threads,
+            backend=self._platform.backend,
+            ranks=max(nodes.values()),
+            versions=self._platform.versions,
         )
 
     def measure_all(self, plans: Iterable[Sequence[Block]]) -> None:
@@ -234,10 +262,11 @@ class Measuring:
     def measured_links(self) -> tuple[LinkCost, LinkCost | None]:
         """Costs of links within a node and between nodes, measured unless already known. Collective."""
         if self._world.size == 1:
-            self.links = copy_speed(self._world.device), None
-            return self.links
+            found = self.known_links()
+            assert found is not None
+            return found
         data = self._world.broadcast_bytes(msgspec.msgpack.encode(self.known_links()))
-        found: tuple[LinkCost, LinkCost | None] | None = _KNOWN_LINKS.decode(data)
+        found = _KNOWN_LINKS.decode(data)
         if found is None:
             found = self._measure_links()
             client = self._context.cache.client
@@ -247,7 +276,9 @@ class Measuring:
         return found
 
     def known_links(self) -> tuple[LinkCost, LinkCost | None] | None:
-        """What rank 0 knows of the links; not collective."""
+        """What rank 0 knows of the links, and a single rank of its copies; not collective."""
+        if self._world.size == 1 and self.links is None:
+            self.links = copy_speed(self._world.device), None
         client = self._context.cache.client
         if self.links is not None or client is None:
             return self.links

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ from rannd.runtime.planning.deployment_file import save_file
 from rannd.runtime.planning.graph_dumps import dump
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.plan_provider import Planner
+from rannd.runtime.planning.replanning import Replanning
 from rannd.runtime.traces.trace_provider import placed
 from rannd.runtime.zero.host_memory import HostMemory
 from rannd.runtime.zero.mapped_file import MappedFile
@@ -104,8 +106,10 @@ class Deployer:
         self._config = context.config
         self._values = values
 
-    def deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> Deployed:
+    def deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int], replanning: Replanning) -> Deployed:
         """Plan for `graph`, called with `rows` rows on each rank, and distribute the parameters.
+
+        `replanning` is told of a better plan, and how long all but planning takes.
 
         Raises DryRunDone after planning, if only a plan was requested.
         """
@@ -123,14 +127,18 @@ class Deployer:
             planned.tell()
             raise DryRunDone(0)
         check_values(call.names, call.tensors)
-        deployment = planner.deployment(self._context.options.load_deployment)
+        deployment = planner.deployment(self._context.options.load_deployment, replanning.following())
         promise = planner.promise(deployment)
         world.watch.promises[promise.digest] = promise
         world.watch.stages = {
             rank: tuple(number for number, each in enumerate(deployment.stages) if slot in each.slots)
             for slot, rank in enumerate(world.rank_of_slot)
         }
-        return self._distribute(graph, deployment, promise, planner.links(), planner.calibration(deployment))
+        links, calibration = planner.links(), planner.calibration(deployment, replanning)
+        begun = time.monotonic()
+        deployed = self._distribute(graph, deployment, promise, links, calibration)
+        replanning.moving_s = time.monotonic() - begun
+        return deployed
 
     def profile(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> GraphProfile:
         """Measure the blocks of `graph`, for plans on any number of ranks."""

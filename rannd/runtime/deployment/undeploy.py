@@ -6,7 +6,7 @@ that hold them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,18 +30,28 @@ class Origin:
         self.devices = {name: tensor.device for name, tensor in tensors}
 
 
-def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: torch.optim.Optimizer | None) -> None:
-    """Restore the whole model and optimizer on every rank. Collective; the caller has synchronized the ranks.
+def gathered_states(world: World, parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the whole optimizer's state, by parameter. Collective; the caller has synchronized the ranks.
 
-    StepError if gradients were not reduced yet; UsageError if the optimizer's state cannot be sent. After an error
-    nothing has changed.
+    StepError if gradients were not reduced yet; UsageError if the optimizer's state cannot be sent. Nothing is changed.
     """
     waits = parameters.waits
     error = "gradients were not reduced yet (delay_grad_allreduce(True)): call model.allreduce_grads() before it"
     agree_on_errors(world, f"model.undeploy(): {error}" if waits else "", StepError)
-    states: dict[str, Any] = {}
-    if optimizer is not None:
-        states = gather_states(whole_optimizer(optimizer, world), parameters)
+    return {} if optimizer is None else gather_states(whole_optimizer(optimizer, world), parameters)
+
+
+def undeploy(
+    world: World,
+    parameters: Parameters,
+    origin: Origin,
+    optimizer: torch.optim.Optimizer | None,
+    states: Mapping[str, Any],
+) -> None:
+    """Restore the whole model and optimizer on every rank. Collective.
+
+    `states`: those of the optimizer, as `gathered_states` returned them.
+    """
     if parameters.shared is not None:
         parameters.shared.restore()
     for name, tensor in parameters.tensors.items():

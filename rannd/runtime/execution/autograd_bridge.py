@@ -89,7 +89,8 @@ class _Backward:
             executor.world.watch.ensure_intact()
             inputs = found if self._share is None else self._share.input_gradients(found)
         if step.audit is not None:
-            step.audit.finish(
+            audit, step.audit = step.audit, None  # another backward (retain_graph) keeps nothing more
+            audit.finish(
                 found,
                 pieces=step.pieces,
                 inside=step.interleaved,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from rannd.device.autocast import without_autocast
 from rannd.device.reads import read
 from rannd.errors import StepError
 from rannd.plan.schedule.instructions import Instruction, instructions
@@ -150,7 +151,9 @@ class Executor:
             step.upstream = {self.bound.interleaved.loss: [seed] * self.world.size}
             self._reducer.set_aside(divided=division != 1)
         listed = self._phase(step, _BOTH if step.interleaved else _FORWARD)
-        self._player.play(step, listed, live, reduce=reduce, early=self._overlaps(step), totals=True)
+        # A call may be in a region of autocast, which segments enter themselves; backward belongs outside of it.
+        with without_autocast():
+            self._player.play(step, listed, live, reduce=reduce, early=self._overlaps(step), totals=True)
         if step.interleaved:
             assert live is not None
             step.gathered = self._reducer.gathered(reduce=reduce)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.device.action_clock import ActionClock
-from rannd.device.generators import States, seeded
+from rannd.device.generators import States, drawing_from, other_states, seeded
 from rannd.errors import AuditError
+from rannd.graph.fx.aliasing import is_leaf
 from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.plan.schedule.program import ActionKind
@@ -103,6 +104,8 @@ class Computing:
             for segment in stage.segments
         ]
         """Inputs that each segment writes in place."""
+        self._opaque = [any(is_leaf(node) for node in segment.members) for segment in stage.segments]
+        """Whether each segment runs code that torch does not see, which may draw of Python's and numpy's generators."""
         self._before: dict[str, torch.Tensor] = {}
         """Buffers written by the stage, as they were before the call: every microbatch starts with them."""
         results = zip(bound.graph.traced.results, bound.graph.results, strict=True)
@@ -180,6 +183,7 @@ class Computing:
             if step.audit is not None:
                 step.audit.record.uses(segment.part.tensors, self._tensors[number])
             before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
+            other = other_states() if records and segment.recompute and self._opaque[number] else None
             with torch.set_grad_enabled(records and not segment.recompute):
                 outputs, after = self._run(step, piece, number, inputs, buffers, random)
             values.update((node, self._lasting(value.detach())) for node, value in outputs.items())
@@ -189,7 +193,7 @@ class Computing:
             if records:
                 if segment.recompute:
                     away = frozenset(node for node in laid if node in kept)
-                    saved.append(Saved(kept, {}, before, away, random, made if self._compares else None))
+                    saved.append(Saved(kept, {}, before, away, random, other, made if self._compares else None))
                 else:
                     roots = {node: value for node, value in outputs.items() if value.requires_grad}
                     saved.append(Saved(kept, {n: each for n, each in roots.items() if live is None or n in live}, {}))
@@ -227,7 +231,7 @@ class Computing:
             outputs = saved.outputs
             if segment.recompute:
                 buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
-                with torch.enable_grad():
+                with torch.enable_grad(), drawing_from(saved.other):
                     inputs = self._unwritten(inputs, number)
                     outputs, _ = self._run(step, piece, number, inputs, buffers, saved.random)
                 if saved.first is not None:
@@ -286,7 +290,7 @@ class Computing:
                 raise AuditError(
                     f"verify_recomp: value {node.name} of {node.meta.get('module') or 'the model'} {gap} when it is "
                     f"recomputed, in stage {self._stage.number}, segment {number}, piece {piece}, rank "
-                    f"{self._world.rank}: does the model draw random numbers other than torch's, or count its calls? "
+                    f"{self._world.rank}: does the model draw from generators of its own, or count its calls? "
                     "checkpointing=false recomputes nothing where memory suffices"
                 )
 

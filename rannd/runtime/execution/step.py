@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from rannd.device.generators import States
+from rannd.device.generators import OtherStates, States
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.runtime.audit.step_audit import StepAudit
 from rannd.runtime.binding.microbatches import Pieces
@@ -35,6 +35,8 @@ class Saved:
     """Those of `inputs` that are elsewhere (`offload_activations`)."""
     random: States | None = None
     """Where its random numbers begin; None: those of the stage."""
+    other: OtherStates | None = None
+    """Where those of Python and numpy began, if its forward is recomputed and may draw of them."""
     first: Mapping[Node, torch.Tensor] | None = None
     """What its forward has computed, if that is compared with what is recomputed (`verify_recomp`)."""
 

@@ -31,6 +31,7 @@ from rannd.runtime.binding.bound_graph import BoundGraph
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World
+from rannd.runtime.timeline.first_messages import FirstMessages, flights
 from rannd.runtime.timeline.joined_timeline import RankSteps, join, rank_events
 from rannd.runtime.timeline.recorder import StepRecorder
 from rannd.runtime.timeline.step_times import rank_times
@@ -39,7 +40,7 @@ TRACED = 10
 """Number of the step, of those as they were planned, whose timeline is written."""
 
 _FILE = PlainFile("timeline", "event_trace_file", UsageError, 1 << 40)
-_RANK = msgspec.msgpack.Decoder(RankTimes)
+_RANK = msgspec.msgpack.Decoder(tuple[RankTimes, FirstMessages])
 _STEPS = msgspec.msgpack.Decoder(RankSteps)
 
 
@@ -91,6 +92,7 @@ class StepMeasuring:
         """Times of all ranks, on all ranks, once they are gathered."""
         self.gathered: list[Callable[[MeasuredStep], None]] = []
         """Called on all ranks when they are, while the cache is connected."""
+        self._recorder.forget()
         global _latest
         _latest = self
 
@@ -108,8 +110,7 @@ class StepMeasuring:
             rows: Rows of all ranks together.
             inside: Whether its backward runs inside of it.
         """
-        deployment, mode = self._planned.deployment, bound.graph.signature.mode
-        if not bound.stages[0].planned_rows or rows != deployment.batch_rows or not mode.grad or not mode.training:
+        if not is_planned(bound, rows, self._planned.deployment):
             return
         self._bound, self._inside = weakref.ref(bound), inside
         self._counted += 1
@@ -135,8 +136,11 @@ class StepMeasuring:
         deployment, slot = self._planned.deployment, self._world.slot
         stages = [number for number, stage in enumerate(deployment.stages) if slot in stage.slots]
         mine = rank_times(self._recorder.rows(), slot, stages)
-        told = [_RANK.decode(data) for data in self._world.gather_bytes(msgspec.msgpack.encode(mine))]
-        return MeasuredStep(MEASURED_FORMAT, tuple(sorted(told, key=lambda rank: rank.slot)))
+        firsts = FirstMessages.of(self._recorder.rows(), slot, self._world.slots[slot].node)
+        data = self._world.gather_bytes(msgspec.msgpack.encode((mine, firsts)))
+        told = sorted((_RANK.decode(each) for each in data), key=lambda rank: rank[0].slot)
+        found = flights([each for _, each in told], deployment)
+        return MeasuredStep(MEASURED_FORMAT, tuple(rank for rank, _ in told), found)
 
     def _store(self, measured: MeasuredStep) -> None:
         key, client = self._planned.key, self._cache.client
@@ -200,10 +204,16 @@ class StepMeasuring:
             *planned.links,
             overlap=not options.sync_allreduce,
             options=options,
-            runtime=RuntimeCost(0.0, planned.deployment.call_us),
+            runtime=RuntimeCost(0.0, planned.deployment.call_us, planned.deployment.host_us),
         )
         events = simulate(program, costs, record=True).events
         return [msgspec.structs.replace(each, start_us=each.start_us + start_us) for each in events]
+
+
+def is_planned(bound: BoundGraph, rows: int, deployment: Deployment) -> bool:
+    """Whether a call of a graph with `rows` rows of all ranks is a training step of the kind that was planned."""
+    mode = bound.graph.signature.mode
+    return bound.stages[0].planned_rows > 0 and rows == deployment.batch_rows and mode.grad and mode.training
 
 
 _latest: StepMeasuring | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -22,8 +23,8 @@ from rannd.daemon.common.keys import Key, measured_key
 from rannd.device.identity import is_accelerator
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.deployment import Deployment, StageEstimate
-from rannd.plan.measured_step import MeasuredStep
-from rannd.plan.simulate.layout import piece_rows
+from rannd.plan.measured_step import MeasuredStep, RankTimes
+from rannd.plan.simulate.layout import piece_rows, step_costs
 from rannd.profile.points import Measured
 from rannd.profile.samples import UNCERTAIN
 from rannd.runtime.comm.cache_client import Cache, understood
@@ -31,7 +32,9 @@ from rannd.runtime.comm.world import World
 from rannd.runtime.costs.correction import Correction, StageWork, fitted
 from rannd.runtime.costs.known_costs import MeasuredParts
 from rannd.runtime.costs.learned_costs import LearnedCosts, StageTook
-from rannd.runtime.planning.plan_ahead import FASTER, Better, Request, look_up, start
+from rannd.runtime.costs.learned_runtime import LearnedRuntime
+from rannd.runtime.planning.plan_ahead import FASTER, Request, look_up, start
+from rannd.runtime.planning.replanning import Replanning
 
 BUSY = 1.25
 """How much longer steps take than they would by themselves, from which on they tell nothing."""
@@ -44,7 +47,18 @@ MOST_DOUBTS = 2
 
 
 _LEARNED = msgspec.msgpack.Decoder(LearnedCosts)
+_RUNTIME = msgspec.msgpack.Decoder(LearnedRuntime)
 _DOUBTED = "stages take something else than their parts did when they were measured"
+
+
+@dataclass(frozen=True)
+class LearnedKeys:
+    """Where what is learned is kept."""
+
+    costs: Key
+    """`LearnedCosts` of the graph."""
+    runtime: Key
+    """`LearnedRuntime` of the machine."""
 
 
 class Calibration:
@@ -55,11 +69,21 @@ class Calibration:
         cache: Where what was learned is kept.
         deployment: Of these steps.
         request: What rank 0 knows for planning again, with the deployment as `instead`; None: nothing is learned.
-        key: Of what is learned.
+        keys: Of what is learned.
+        replanning: Is told of a better plan.
     """
 
-    def __init__(self, world: World, cache: Cache, deployment: Deployment, request: Request | None, key: Key) -> None:
-        self._world, self._cache, self._deployment, self._request, self._key = world, cache, deployment, request, key
+    def __init__(
+        self,
+        world: World,
+        cache: Cache,
+        deployment: Deployment,
+        request: Request | None,
+        keys: LearnedKeys,
+        replanning: Replanning,
+    ) -> None:
+        self._world, self._cache, self._deployment, self._request, self._keys = world, cache, deployment, request, keys
+        self._replanning = replanning
 
     def take(self, measured: MeasuredStep) -> None:
         """Take the times of all ranks. Collective, while the cache is connected."""
@@ -102,18 +126,30 @@ class Calibration:
             works.append(StageWork(cost.forward_us, cost.backward_us, alone.forward_us, alone.backward_us))
         correction = fitted(works)
         # Not what it was when this plan was made: other jobs may have learned since.
-        before = understood(client, self._key, client.get(self._key), _LEARNED, self._is_plausible) or LearnedCosts()
+        key = self._keys.costs
+        before = understood(client, key, client.get(key), _LEARNED, self._is_plausible) or LearnedCosts()
         doubts = before.doubts < MOST_DOUBTS and any(is_doubtful(work, correction) for work in works)
-        queued = is_accelerator(self._world.device)
-        call_us = 0.0 if queued else min(rank.rest_us for rank in measured.ranks)
-        learned = before.and_those(took, call_us, doubts=doubts)
-        client.put(self._key, msgspec.msgpack.encode(learned))
+        learned = before.and_those(took, doubts=doubts)
+        client.put(key, msgspec.msgpack.encode(learned))
+        runtime = self._learned_runtime(request, measured, client)
         if doubts:
             # Which stage is wrong is not known: the correction is one for all.
             return self._distrust(request, parts.wanted([stage.ops for stage in took]), profile, client)
-        if is_off(deployment, by_number):
-            start(msgspec.structs.replace(request, learned=learned, profile=profile), _tell_better)
+        if is_off(deployment, by_number) or runtime_is_off(deployment, measured):
+            known = msgspec.structs.replace(request, learned=learned, runtime=runtime, profile=profile)
+            start(known, self._replanning.found)
         return []
+
+    def _learned_runtime(self, request: Request, measured: MeasuredStep, client: Client) -> LearnedRuntime:
+        """Keep what the runtime took of the hosts, and messages of the links; not where hosts work ahead."""
+        if request.queued:
+            return request.runtime
+        key = self._keys.runtime
+        before = understood(client, key, client.get(key), _RUNTIME, lambda found: found.is_plausible)
+        nbytes = step_costs(request.task, self._deployment, *request.links, options=request.options).values_bytes
+        learned = (before or LearnedRuntime()).and_those(request.task.graph_hash, measured, nbytes)
+        client.put(key, msgspec.msgpack.encode(learned))
+        return learned
 
     def _is_plausible(self, found: LearnedCosts) -> bool:
         return self._request is not None and found.is_plausible(len(self._request.task.ops))
@@ -145,12 +181,23 @@ def comparison(deployment: Deployment, measured: MeasuredStep) -> str:
     slowest = max(measured.ranks, key=lambda rank: rank.step_us)
     whole = measured.step_us - deployment.step_us
     computing = slowest.computing_us - planned_computing_us(deployment, slowest.slot)
-    runtime = slowest.rest_us - deployment.call_us
+    runtime = slowest.host_us - planned_host_us(deployment, slowest)
     return (
         f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {deployment.step_us / 1e3:.1f} ms "
         f"({100 * whole / deployment.step_us:+.1f} %): computing {computing / 1e3:+.1f} ms, the runtime itself "
         f"{runtime / 1e3:+.1f} ms, waiting and transfers {(whole - computing - runtime) / 1e3:+.1f} ms"
     )
+
+
+def planned_host_us(deployment: Deployment, rank: RankTimes) -> float:
+    """Return the planned time of a rank's host in a step, beside computing and waiting."""
+    return deployment.call_us + deployment.host_us * rank.handled
+
+
+def runtime_is_off(deployment: Deployment, measured: MeasuredStep) -> bool:
+    """Whether the runtime took something else than planned, so that another plan may be the fastest."""
+    off = max(abs(rank.host_us - planned_host_us(deployment, rank)) for rank in measured.ranks)
+    return off > FASTER * measured.step_us
 
 
 def planned_computing_us(deployment: Deployment, slot: int) -> float:
@@ -162,7 +209,7 @@ def is_busy(measured: MeasuredStep) -> bool:
     """Whether other processes slow down the computations of a rank."""
     for rank in measured.ranks:
         typical = [each for stage in rank.stages for each in (stage.forward, stage.backward, stage.weight)]
-        if sum(each.median_us for each in typical) > BUSY * sum(each.quartile_us for each in typical):
+        if sum(each.median_us for each in typical) > BUSY * sum(each.own_us for each in typical):
             return True
     return False
 
@@ -181,8 +228,8 @@ def stages_took(request: Request, deployment: Deployment, measured: MeasuredStep
         times = list(measured.of_stage(number))
         if any(stage.segments):
             continue
-        forward = statistics.median(each.forward.quartile_us for each in times)
-        backward = statistics.median(each.backward.quartile_us + each.weight.quartile_us for each in times)
+        forward = statistics.median(each.forward.own_us for each in times)
+        backward = statistics.median(each.backward.own_us + each.weight.own_us for each in times)
         if forward <= 0:  # it computes next to nothing
             continue
         found[number] = StageTook(tuple(numbers[name] for name in stage.ops), rows, most, forward, backward)
@@ -211,13 +258,3 @@ def is_doubtful(work: StageWork, correction: Correction) -> bool:
     took = work.measured_forward_us + work.measured_backward_us
     told = correction.forward_us(work.forward_us) + correction.backward_us(work.backward_us)
     return abs(took - told) > max(DOUBTFUL * took, DOUBTFUL_US)
-
-
-def _tell_better(better: Better) -> None:
-    log.get("RaNNCModule").info(
-        "Measured costs make another plan %.0f %% faster, %.1f ms instead of %.1f ms a step; the next run takes it: %s",
-        100 * (1 - better.step_us / better.before_us),
-        better.step_us / 1e3,
-        better.before_us / 1e3,
-        better.line,
-    )

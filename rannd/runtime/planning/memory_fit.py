@@ -9,7 +9,7 @@ from torch import nn
 
 from rannd.device.memory import free_memory
 from rannd.plan.deployment import Deployment
-from rannd.plan.slot_memory import slot_bytes
+from rannd.plan.slot_memory import fullest_bytes, slot_bytes
 from rannd.runtime.comm.world import World
 
 BITS = 4
@@ -27,6 +27,11 @@ def room(world: World, model: nn.Module) -> int:
         for tensor in [*model.parameters(), *model.buffers()]
         if tensor.device.type == world.device.type
     }
+    return free_room(world) + sum(held.values())
+
+
+def free_room(world: World) -> int:
+    """Bytes of the device that are free for this rank, see `room`."""
     free, _ = free_memory(world.device)
     if world.device.type != "cpu":
         free //= len(world.mates)
@@ -35,7 +40,7 @@ def room(world: World, model: nn.Module) -> int:
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
         if most != resource.RLIM_INFINITY:
             free = min(free, most - psutil.Process().memory_info().vms)
-    return max(0, free) + sum(held.values())
+    return max(0, free)
 
 
 def short(world: World, model: nn.Module, deployment: Deployment) -> tuple[int, int, int] | None:
@@ -50,6 +55,27 @@ def short(world: World, model: nn.Module, deployment: Deployment) -> tuple[int, 
         return None
     _, rank = max(lacking)
     return rank, told[rank][0], told[rank][1]
+
+
+def short_of_change(world: World, deployment: Deployment, following: Deployment) -> tuple[int, int] | None:
+    """Find the rank with the least memory for a change of the plan: (bytes needed, free). None if all have enough.
+
+    An undeployed rank has the whole model: parameters, gradients and optimizer's state of all stages, beside those of
+    its own. Then the `following` plan has to fit, where parameters of the whole model count as free, see `room`. On an
+    accelerator the host has to have room as well, as parameters go back to where they were. Collective.
+    """
+    states, parameters = [], 0
+    for stage in deployment.stages:
+        own = stage.estimate
+        divided = [(own.optimizer_bytes, 1), (own.grad_bytes, 2), (own.param_bytes, 3)]  # from which ZeRO stage on
+        replicas = len(stage.slots)
+        states += [nbytes * (replicas if deployment.zero >= first else 1) for nbytes, first in divided]
+        states.append(own.offloaded_bytes)
+        parameters += own.param_bytes * (replicas if deployment.zero >= divided[2][1] else 1)
+    need = sum(states) + max(0, fullest_bytes(following) - parameters)
+    there = min(free_room(world), psutil.virtual_memory().available // world.local_size)
+    least = min(each for (each,) in world.gather_numbers([there]))
+    return (need, least) if need > least else None
 
 
 def lower_limit(there: int, margin: float) -> int:

@@ -7,6 +7,7 @@ job on those hosts asks for. No torch in this file: the process begins to plan a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -34,8 +35,10 @@ from rannd.plan.search.planner import plan
 from rannd.plan.search.ranking import simulated_us
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.points import Measured, is_plausible
+from rannd.ranks import core_share
 from rannd.runtime.costs.known_costs import MeasuredParts, with_costs
 from rannd.runtime.costs.learned_costs import LearnedCosts
+from rannd.runtime.costs.learned_runtime import LearnedRuntime
 
 FASTER = 0.05
 """Part of a step that another plan has to save to replace one."""
@@ -66,6 +69,12 @@ class Better(msgspec.Struct, frozen=True):
     step_us: float
     before_us: float
     """Step of the plan that was there, with the same costs."""
+    key: Key
+    """Of the deployment in the cache."""
+    memory: int
+    """Bytes of each device that it may use."""
+    deployment: bytes
+    """The plan, encoded."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -85,8 +94,13 @@ class Request(msgspec.Struct, frozen=True):
     flags: dict[str, Any]
     """These four are parts of the keys of what was measured."""
     links: tuple[LinkCost, LinkCost | None]
+    """As they were measured alone."""
     learned: LearnedCosts
-    """What steps said of the costs."""
+    """What steps said of the costs of stages,"""
+    runtime: LearnedRuntime
+    """and of the runtime and the links."""
+    queued: bool
+    """Whether hosts work ahead of their devices."""
     options: PlanOptions
     interleaved: bool
     rows: int
@@ -132,11 +146,21 @@ _running: list[subprocess.Popen[bytes]] = []
 """Processes of this rank that plan."""
 
 
+def _end() -> None:
+    """End the processes with this one: whoever watches it would find them, and take them for the script's."""
+    for process in _running:
+        process.kill()
+    for process in _running:
+        process.wait()
+
+
 def start(request: Request, tell: Callable[[Better], None] | None = None) -> None:
     """Start the process; it ends with this one at the latest.
 
     `tell`: called in a thread for each plan that has replaced another one.
     """
+    if not _running:
+        atexit.register(_end)
     _running[:] = [each for each in _running if each.poll() is None]
     data = msgspec.msgpack.encode(request)
     code = "from rannd.runtime.planning.plan_ahead import main; main()"
@@ -162,7 +186,8 @@ def _attend(process: subprocess.Popen[bytes], data: bytes, tell: Callable[[Bette
     if tell is not None and process.stdout is not None:
         with process.stdout:
             for line in process.stdout:
-                tell(msgspec.json.decode(line, type=Better))
+                with contextlib.suppress(msgspec.DecodeError):  # what a library prints
+                    tell(msgspec.json.decode(line, type=Better))
     process.wait()
 
 
@@ -170,6 +195,7 @@ def main() -> None:
     """Entry point of the process; ``sys.argv[1]``: the rank's process id."""
     os.nice(NICE)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    core_share.unbind(os.environ)
     if os.getppid() != int(sys.argv[1]):
         return  # the rank is gone
     run(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Request))
@@ -190,7 +216,8 @@ def run(request: Request) -> int:
             look_up(request, client, profile, measured.wanted([block.ops for block in blocks]))
             correction = request.learned.correction(measured, profile)
             of_blocks = measured.costs(blocks, profile, -(-request.rows // world), correction)
-            costs = CostTable(of_blocks, *request.links, request.learned.runtime(correction))
+            runtime = request.runtime.cost(request.task.graph_hash, correction.action_us, queued=request.queued)
+            costs = CostTable(of_blocks, *request.runtime.links(*request.links), runtime)
             found = plan(
                 request.task,
                 blocks,
@@ -206,7 +233,9 @@ def run(request: Request) -> int:
         except (RanndError, KeyError):  # a part that was not measured: the job itself will say what is wrong
             continue
         found = replayed(request.task, blocks, of_blocks, found, request.options, interleaved=request.interleaved)
-        found = msgspec.structs.replace(found, made=request.made, model=request.model, call_us=costs.runtime.call_us)
+        found = msgspec.structs.replace(
+            found, made=request.made, model=request.model, call_us=runtime.call_us, host_us=runtime.host_us
+        )
         if wanted.instead is None:
             stored += client.put(wanted.key, encode(found))
             continue
@@ -214,10 +243,12 @@ def run(request: Request) -> int:
         before_us = simulated_us(request.task, costs, now, request.options)
         if found.step_us > (1 - FASTER) * before_us:
             continue
-        client.discard(measured_key(wanted.key.digest), "another plan takes its place")
-        if client.put(wanted.key, encode(found)):
+        data = encode(found)
+        if client.put(wanted.key, data):
+            client.discard(measured_key(wanted.key.digest), "another plan takes its place")
             stored += 1
-            better = Better(plan_line(found, range(world)), found.step_us, before_us)
+            line = plan_line(found, range(world))
+            better = Better(line, found.step_us, before_us, wanted.key, wanted.memory, data)
             sys.stdout.buffer.write(msgspec.json.encode(better) + b"\n")
     return stored
 

@@ -21,7 +21,7 @@ import rannd.errors
 from rannd import log
 from rannd.config.cluster import Cluster, load_cluster
 from rannd.daemon.client.cache import Lease
-from rannd.daemon.common.keys import Key, deployment_key, limit_key
+from rannd.daemon.common.keys import Key, deployment_key, limit_key, measured_key
 from rannd.daemon.common.versions import version
 from rannd.device.identity import device_model, is_accelerator
 from rannd.device.memory import device_memory
@@ -53,17 +53,17 @@ from rannd.ranks import rank_notes
 from rannd.runtime.binding.planned_cut import check_planned_cut, planned_stages
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
-from rannd.runtime.costs.learned_costs import LearnedCosts
 from rannd.runtime.costs.profile_file import ProfileFile
 from rannd.runtime.costs.profiler import Measuring, Platform
-from rannd.runtime.planning.calibration_of_job import Calibration
+from rannd.runtime.planning.calibration_of_job import Calibration, LearnedKeys
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.job_options import job_options
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
-from rannd.runtime.planning.plan_ahead import Request, Wanted, next_slots
+from rannd.runtime.planning.plan_ahead import Better, Request, Wanted, next_slots
 from rannd.runtime.planning.plan_ahead import start as start_planning
+from rannd.runtime.planning.replanning import Replanning
 from rannd.runtime.planning.tensor_memory import memory_for_tensors
 from rannd.sources import PLANNING, digest_of
 from rannd.units import amount
@@ -149,8 +149,8 @@ class Planner:
 
     # -- the order --------------------------------------------------------------------------------------------
 
-    def deployment(self, file: Path | None) -> Deployment:
-        """Deployment from a file, from the cache, or newly planned. Collective."""
+    def deployment(self, file: Path | None, better: Better | None) -> Deployment:
+        """Deployment from a file, the one that measured steps found, from the cache, or newly planned. Collective."""
         if file is not None:
             deployment = self._from_file(file)
             self._source = f" from {file}"
@@ -158,7 +158,11 @@ class Planner:
             return deployment
         self._measuring.given = self._file.load(self._everywhere)
         self._base = self._key()
-        deployment = self._within_limit(self._known_limit(self._base)) or self._found_or_made()
+        deployment = (
+            (self._accepted(better) if better is not None else None)
+            or self._within_limit(self._known_limit(self._base))
+            or self._found_or_made()
+        )
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
             deployment = self._replan_for_free_memory(deployment, *lacking)
@@ -183,13 +187,11 @@ class Planner:
             return
         ahead = next_slots(self._world.slots)
         sets = [Wanted(self._key(each, self._usable_of(each)), each, self._usable_of(each)) for each in ahead]
-        start_planning(self._request(links, self._measuring.learned(), sets))
+        start_planning(self._request(links, sets))
 
-    def _request(
-        self, links: tuple[LinkCost, LinkCost | None], learned: LearnedCosts, wanted: Iterable[Wanted]
-    ) -> Request:
-        """What a process has to know to make plans."""
-        config = self._config
+    def _request(self, links: tuple[LinkCost, LinkCost | None], wanted: Iterable[Wanted]) -> Request:
+        """What a process has to know to make plans, on rank 0."""
+        config, measuring = self._config, self._measuring
         return Request(
             self._graph.task,
             config.compile_stages != "off",
@@ -201,7 +203,9 @@ class Planner:
             {name: str(each) for name, each in self._platform.versions.items()},  # torch's is a class of its own
             dict(self._platform.flags),
             links,
-            learned,
+            measuring.learned(),
+            measuring.learned_runtime(),
+            measuring.queued,
             self._options,
             self._interleaved,
             sum(self._rows),
@@ -213,16 +217,19 @@ class Planner:
             tuple(wanted),
         )
 
-    def calibration(self, deployment: Deployment) -> Calibration:
+    def calibration(self, deployment: Deployment, replanning: Replanning) -> Calibration:
         """What learns from the steps of a deployment. To be made while the cache is connected."""
         request: Request | None = None
         links = self._measuring.known_links() if self._world.rank == 0 else None
         given = self._measuring.given  # times from a file, which stay what they are
-        usable = self._world.rank == 0 and self._config.cache == "on" and given is None
+        # Looking for NaN in all blocks, or comparing what is recomputed, is no part of other jobs' steps.
+        usual = self._config.check_nan != "all" and not self._config.verify_recomp
+        usable = self._world.rank == 0 and self._config.cache == "on" and given is None and usual
         if usable and self._used is not None and links is not None:
             own = Wanted(self._used, self._world.slots, self.usable_memory, deployment)
-            request = self._request(links, self._measuring.learned(), [own])
-        return Calibration(self._world, self._context.cache, deployment, request, self._measuring.learned_key())
+            request = self._request(links, [own])
+        keys = LearnedKeys(self._measuring.learned_key(), self._measuring.runtime_key())
+        return Calibration(self._world, self._context.cache, deployment, request, keys, replanning)
 
     def _usable_of(self, slots: Sequence[Slot]) -> int:
         """Bytes that a plan may use of each of these devices, which are like this job's."""
@@ -231,9 +238,13 @@ class Planner:
         return self.usable_memory
 
     def links(self) -> tuple[LinkCost, LinkCost | None] | None:
-        """Costs of links within a node and between nodes, if a timeline is to be predicted with them. Collective."""
-        wanted = self._world.broadcast_bytes(bytes([bool(self._config.event_trace_file)]))[0]
-        return self._measuring.measured_links() if wanted else None
+        """Costs of links within a node and between nodes, if a timeline is to be predicted with them. Collective.
+
+        What steps say of them is only known to rank 0, which predicts it.
+        """
+        if not self._world.broadcast_bytes(bytes([bool(self._config.event_trace_file)]))[0]:
+            return None
+        return self._measuring.learned_runtime().links(*self._measuring.measured_links())
 
     def profile(self) -> GraphProfile:
         """Measure the blocks of plans for any number of devices, unless already known. Collective."""
@@ -285,6 +296,17 @@ class Planner:
             logger.warning("The deployment in %s is used although %s", file, each)
         return deployment
 
+    def _accepted(self, better: Better) -> Deployment | None:
+        """The plan that measured steps found; None, with a warning, if it is not for the graph that was traced now."""
+        try:
+            deployment = self._checked(better.deployment)
+        except DeploymentError as exc:  # on all ranks
+            if self._world.rank == 0:
+                log.get("RaNNCModule").warning("The better plan cannot be used: %s", exc)
+            return None
+        self._used, self.usable_memory, self._source = better.key, better.memory, " after measured steps"
+        return deployment
+
     def promise(self, deployment: Deployment) -> MemoryPromise:
         """Memory estimate of the deployment, for the error message if memory runs out."""
         return MemoryPromise(
@@ -321,6 +343,7 @@ class Planner:
             data = self._make()
             if client is not None:
                 client.put(key, data)
+                client.discard(measured_key(key.digest), "it is of another plan")
         finally:
             self._doing, self._measuring.tell = _no_progress, None
             if lease is not None:
@@ -546,7 +569,11 @@ class Planner:
             self._graph.task, blocks, costs.blocks, deployment, self._options, interleaved=self._interleaved
         )
         deployment = msgspec.structs.replace(
-            deployment, made=target.made, model=_titled(self._context.model), call_us=costs.runtime.call_us
+            deployment,
+            made=target.made,
+            model=_titled(self._context.model),
+            call_us=costs.runtime.call_us,
+            host_us=costs.runtime.host_us,
         )
         log.get("DPStaging").log(log.DETAIL, "\n".join(estimate_lines(deployment)))
         here = target.slots == self._world.slots

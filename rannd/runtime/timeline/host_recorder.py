@@ -8,7 +8,7 @@ from collections import deque
 from rannd.device.timing import HostClock
 from rannd.plan.schedule.program import Action
 from rannd.runtime.timeline.event_ring import EventRing
-from rannd.runtime.timeline.recorder import COMPUTING, Doing, Mark, StepRecorder, StepRow
+from rannd.runtime.timeline.recorder import COMPUTING, WAITING, Doing, Mark, StepRecorder, StepRow
 
 ROWS = 128
 """Steps whose sums are kept."""
@@ -28,35 +28,48 @@ class HostRecorder(StepRecorder):
         self._clock = HostClock()
         self._delayed_us: dict[int, float] = {}
         """What the thread had waited for processors at the begin of what is going on."""
+        self._inside: list[tuple[int, int]] = []
+        """Begin, and own nanoseconds, of computations and waits since the last call ended."""
 
     def begin(self) -> Mark:
+        return self.begin_on_host()
+
+    def end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: Mark) -> None:
+        assert type(begun) is int
+        self._end(kind, src, dst, action, begun)
+
+    def begin_on_host(self) -> int:
         now, delayed_us = self._clock.moment()
         self._delayed_us[now] = delayed_us
         return now
 
-    def end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: Mark) -> None:
-        end, delayed_us = self._clock.moment()
-        assert type(begun) is int
-        before = self._delayed_us.pop(begun, None)
-        self._add(self._row, kind, src, dst, action, begun, end)
-        if before is not None and kind in COMPUTING:
-            delayed_ns = int(1e3 * (delayed_us - before))
-            self._row.delays[kind, src] = self._row.delays.get((kind, src), 0) + delayed_ns
-
-    def begin_on_host(self) -> int:
-        return time.perf_counter_ns()
-
     def end_on_host(self, kind: Doing, begun: int) -> None:
-        end = time.perf_counter_ns()
+        end = self._end(kind, -1, -1, None, begun)
         if kind is Doing.AGREE:
             self._row.agreed_ns = end
-        self._add(self._row, kind, -1, -1, None, begun, end)
+
+    def _end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: int) -> int:
+        """Record what ends now, and how long of it the thread waited for a processor; returns the moment."""
+        end, delayed_us = self._clock.moment()
+        before = self._delayed_us.pop(begun, None)
+        self._add(self._row, kind, src, dst, action, begun, end)
+        delayed_ns = 0 if before is None else int(1e3 * (delayed_us - before))
+        self._row.delays[kind, src] = self._row.delays.get((kind, src), 0) + delayed_ns
+        own_ns = end - begun - delayed_ns
+        if kind is Doing.CALL:
+            self._row.host_ns += max(own_ns - sum(ns for begin, ns in self._inside if begin >= begun), 0)
+            self._inside.clear()
+        elif kind in WAITING or kind in COMPUTING:
+            self._inside.append((begun, own_ns))
+        return end
 
     def _add(self, row: StepRow, kind: Doing, src: int, dst: int, action: Action | None, begin: int, end: int) -> None:
         place = kind, src, dst
         found = row.sums.get(place)
         if found is None:
             row.sums[place] = [1, end - begin]
+            if kind is Doing.SEND or kind is Doing.RECEIVE:
+                row.firsts[place] = end
         else:
             found[0] += 1
             found[1] += end - begin
@@ -67,7 +80,12 @@ class HostRecorder(StepRecorder):
     def begin_step(self, number: int) -> None:
         now = time.perf_counter_ns()
         self._row.end_ns = now
+        self._delayed_us.clear()  # of what an error has ended
+        self._inside.clear()
         self._row = StepRow(number, now)
+
+    def forget(self) -> None:
+        self._rows.clear()
 
     def count_step(self) -> None:
         self._row.counted = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -66,7 +66,11 @@ def join(ranks: Sequence[RankSteps]) -> tuple[list[Event], float]:
     by_node: dict[int, list[RankSteps]] = defaultdict(list)
     for rank in ranks:
         by_node[rank.node].append(rank)
-    ahead = {node: 0 if node == ranks[0].node else _ahead(ranks[0], there) for node, there in by_node.items()}
+    first = ranks[0]
+    ahead = {
+        node: 0 if node == first.node else clock_ahead(first.agreed_ns, [rank.agreed_ns for rank in there])
+        for node, there in by_node.items()
+    }
     starts = [rank.begin_ns - ahead[rank.node] for rank in ranks]
     zero = min(starts)
     events = []
@@ -77,11 +81,10 @@ def join(ranks: Sequence[RankSteps]) -> tuple[list[Event], float]:
     return sorted(events), (max(starts) - zero) / 1e3
 
 
-def _ahead(first: RankSteps, there: Sequence[RankSteps]) -> int:
-    """Nanoseconds by which the clock of a node is ahead of that of the first rank."""
-    found = [
-        rank.agreed_ns[step] - first.agreed_ns[step]
-        for rank in there
-        for step in rank.agreed_ns.keys() & first.agreed_ns
-    ]
+def clock_ahead(first: Mapping[int, int], there: Iterable[Mapping[int, int]]) -> int:
+    """Return the nanoseconds by which the clock of a node is ahead of that of a rank on another one.
+
+    Given is when the rank, and ranks on the node, have left the agreements of steps, by the numbers of these.
+    """
+    found = [rank[step] - first[step] for rank in there for step in rank.keys() & first]
     return round(statistics.median(found)) if found else 0

@@ -47,6 +47,9 @@ class Doing(enum.IntEnum):
 COMPUTING = (Doing.FORWARD, Doing.BACKWARD, Doing.WEIGHT)
 """Computations of a stage."""
 
+WAITING = (Doing.AGREE, Doing.RECEIVE, Doing.SETTLE, Doing.DRAIN)
+"""Waits of the host for others, in a call."""
+
 OF_HOST = frozenset({Doing.AGREE, Doing.CALL})
 """What is measured by the host's clock in any case."""
 
@@ -57,7 +60,19 @@ Place: TypeAlias = tuple[Doing, int, int]
 class StepRow:
     """Sums over one step of a rank."""
 
-    __slots__ = ("agreed_ns", "begin_ns", "counted", "delays", "end_ns", "events", "number", "pending", "sums")
+    __slots__ = (
+        "agreed_ns",
+        "begin_ns",
+        "counted",
+        "delays",
+        "end_ns",
+        "events",
+        "firsts",
+        "host_ns",
+        "number",
+        "pending",
+        "sums",
+    )
 
     def __init__(self, number: int, begin_ns: int) -> None:
         self.number = number
@@ -69,7 +84,12 @@ class StepRow:
         self.sums: dict[Place, list[int]] = {}
         """How often, and nanoseconds together."""
         self.delays: dict[tuple[Doing, int], int] = {}
-        """Nanoseconds in which computations of each kind and stage waited for a processor that other processes had."""
+        """Nanoseconds in which what was done of each kind for each stage (`src`) waited for a processor that other
+        processes had."""
+        self.firsts: dict[Place, int] = {}
+        """End of the first message of each edge that was sent, or received."""
+        self.host_ns = 0
+        """What the host did in its calls beside computing and waiting, without waiting for a processor."""
         self.counted = False
         """Whether it is a step as it was planned."""
         self.pending = 0
@@ -97,6 +117,9 @@ class StepRecorder:
 
     def end_on_host(self, kind: Doing, begun: int) -> None:
         """Record a part of `OF_HOST` that ends now."""
+
+    def forget(self) -> None:
+        """Drop what is known of steps: those that follow are of another deployment."""
 
     def begin_step(self, number: int) -> None:
         """Begin the row of a step, which ends the one before; what is recorded from now on belongs to it."""

@@ -29,6 +29,7 @@ def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> Ran
         waits.append(EdgeWaits(src, dst, int(messages), _middle([_us(row, place) for row in rows])))
     every = {kind: [_all_us(row, kind) for row in rows] for kind in Doing}
     calls, agrees = every[Doing.CALL], every[Doing.AGREE]
+    sends = statistics.median([_all_count(row, Doing.SEND) for row in rows] or [0])
     return RankTimes(
         slot,
         len(rows),
@@ -43,6 +44,8 @@ def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> Ran
         between_us=_middle(
             [max((row.end_ns - row.begin_ns) / 1e3 - call, 0.0) for row, call in zip(rows, calls, strict=True)]
         ),
+        sends=int(sends),
+        host_us=_middle([row.host_ns / 1e3 for row in rows]),
     )
 
 
@@ -58,6 +61,10 @@ def _all_us(row: StepRow, kind: Doing) -> float:
     return sum(ns for place, (_, ns) in row.sums.items() if place[0] is kind) / 1e3
 
 
+def _all_count(row: StepRow, kind: Doing) -> int:
+    return sum(count for place, (count, _) in row.sums.items() if place[0] is kind)
+
+
 def _typical(rows: Sequence[StepRow], place: Place) -> Typical:
     each, own = [], []
     for row in rows:
@@ -66,7 +73,7 @@ def _typical(rows: Sequence[StepRow], place: Place) -> Typical:
             own.append(max(each[-1] - row.delays.get(place[:2], 0) / 1e3 / count, 0.0))
     if not each:
         return Typical()
-    return Typical(_middle(each), sorted(own)[len(own) // 4])
+    return Typical(_middle(each), _middle(own))
 
 
 def _middle(values: Sequence[float]) -> float:

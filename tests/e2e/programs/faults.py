@@ -1,12 +1,18 @@
 """Plants faults into the running ranks, one a step, and tells what the step auditor says of each, as JSON.
 
 Two stages of two replicas, two microbatches: pieces 0 to 7, of rank 0 1 2 3 0 1 2 3. The stages end at a CutPoint.
+
+usage: faults.py WAY [FAULT ..]    no names: all faults
+
+WAY is "plain" (doubles), "autocast" (to bfloat16), "scaled" (autocast to float16 with a GradScaler), "outside"
+(autocast to bfloat16, and the script computes the loss), "shared" (`gather_inputs=False`), or "shared outside".
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -24,6 +30,7 @@ from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.inputs import MiniBatch
 from rannd.runtime.execution.program_player import ProgramPlayer
+from rannd.runtime.execution.shared_batch import Share
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients import reducer
@@ -65,12 +72,17 @@ class Model(nn.Module):
         self.second = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 8))
         self.register_buffer("weights", torch.ones(8))
 
-    def forward(self, text: Tensor, shift: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, text: Tensor, shift: Tensor, target: Tensor | None = None) -> Any:
         start = self.embedding(text) + shift[:, None]
         values = self.cut(start + self.first(start))
         self.weights.mul_(0.9)
         logits = (values + self.second(values) * self.weights + start) @ self.embedding.weight.t()
-        return cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0), logits
+        return logits if target is None else (loss_of(logits, target), logits)
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    """The mean over all tokens but padding."""
+    return cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)
 
 
 @fault
@@ -265,7 +277,7 @@ def other_random_numbers() -> contextlib.AbstractContextManager[Any]:
 def outputs_out_of_order() -> contextlib.AbstractContextManager[Any]:
     def outputs(original: Any, self: Executor, step: Step) -> list[Any]:
         found: list[Any] = original(self, step)
-        return [found[0], found[1].flip(0)] if RANK == 1 else found
+        return [*found[:-1], found[-1].flip(0)] if RANK == 1 else found
 
     return instead(Executor, "_outputs", outputs)
 
@@ -318,25 +330,53 @@ def wrong_input_gradient() -> contextlib.AbstractContextManager[Any]:
     return instead(MiniBatch, "input_gradients", gradients)
 
 
+@fault
+def rows_of_another_rank() -> contextlib.AbstractContextManager[Any]:
+    """Of a mini-batch that all ranks share."""
+
+    def given(original: Any, self: Share, tensors: Any) -> list[Tensor]:
+        found: list[Tensor] = original(self, tensors)
+        return [each.roll(1, 0) for each in found] if RANK == 3 else found
+
+    return instead(Share, "inputs", given)
+
+
 def step(number: int) -> None:
     """Forward and backward of one step."""
+    rows = 15 if shared else 4
     drawn = torch.Generator().manual_seed(10 * number + RANK)
-    text, target = torch.randint(0, 11, (2, 4, 5), generator=drawn)
-    shift = torch.randn(4, 8, generator=drawn, dtype=torch.float64).requires_grad_()
+    text, target = torch.randint(0, 11, (2, rows, 5), generator=drawn)
+    shift = torch.randn(rows, 8, generator=drawn, dtype=dtype).requires_grad_()
     optimizer.zero_grad()
-    loss, _ = model(text, shift, target)
-    (loss / 2).backward()
+    half = {"autocast": torch.bfloat16, "outside": torch.bfloat16, "scaled": torch.float16}.get(way)
+    with torch.autocast("cpu", half) if half is not None else contextlib.nullcontext():
+        loss = loss_of(model(text, shift), target) if "outside" in way else model(text, shift, target)[0]
+    (scaler.scale(loss) if scaler is not None else loss / 2).backward()
 
 
+def update() -> None:
+    """Update of the parameters."""
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+
+
+way, *wanted = sys.argv[1:]
+shared = "shared" in way
+dtype = torch.float64 if shared or way == "plain" else torch.float32  # autocast leaves doubles alone
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if way == "scaled" else None
 torch.manual_seed(0)
-inner = Model().double()
+inner = Model().to(dtype)
 optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-model = pyrannc.RaNNCModule(inner, optimizer)
+model = pyrannc.RaNNCModule(inner, optimizer, gather_inputs=not shared, scaler=scaler)
 step(0)
-optimizer.step()
+update()
 audits = model._session.audits
 told: dict[str, str] = {}
-for number, (name, plant) in enumerate([("none", contextlib.nullcontext), *FAULTS.items()]):
+chosen = {name: plant for name, plant in FAULTS.items() if name in wanted or not wanted}
+for number, (name, plant) in enumerate([("none", contextlib.nullcontext), *chosen.items()]):
     weights = model.weights.clone() if RANK in SECOND else None
     state = torch.get_rng_state()
     audits.wanted = audits.steps + 1
@@ -351,6 +391,6 @@ for number, (name, plant) in enumerate([("none", contextlib.nullcontext), *FAULT
         if weights is not None:  # what a fault has left of it
             model.weights.copy_(weights)
 step(99)
-optimizer.step()
+update()
 if RANK == 0:
     print(f"faults: {json.dumps(told)}", flush=True)

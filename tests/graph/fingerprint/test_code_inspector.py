@@ -104,6 +104,7 @@ def run_script(folder: Path, seed: int, rows: int, *, script: str = SCRIPT, help
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_script_has_the_same_in_every_process(tmp_path: Path) -> None:
     """With other weights, another batch size, another place of the files, and other globals beside the model."""
     first = run_script(tmp_path / "one", 1, 4)

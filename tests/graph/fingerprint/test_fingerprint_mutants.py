@@ -62,7 +62,9 @@ def graph_hash(recipe: Recipe, rows: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("traced", [40, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "traced", [pytest.param(40, marks=pytest.mark.long), pytest.param(500, marks=pytest.mark.full)]
+)
 def test_equal_fingerprints_mean_equal_graphs(traced: int) -> None:
     """Graphs of the same recipe are the same; where two graphs differ, so do the fingerprints."""
     generator = random.Random(traced)

@@ -157,6 +157,7 @@ def changed_in_place(generator: random.Random, value: Any) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_mutants_in_place() -> None:
     """Nested containers and objects in which one thing changes; nothing is replaced."""
     generator = random.Random(0)

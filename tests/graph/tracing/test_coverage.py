@@ -29,7 +29,19 @@ FEW = {
     "einsum attention", "dataclass", "nested inputs", "tied", "checkpointed", "control flow", "autograd.Function",
     "experts, looped", "experts, scattered", "moving averages",
 }  # fmt: skip
-"""Those that are looked at in every run of the tests: they have all operators of the zoo."""
+"""Those that CI looks at: they have all operators of the zoo."""
+SLOW = {
+    "informer", "big bird", "wav2vec2", "longt5, global", "clip", "longformer", "xlnet", "deberta-v2", "bloom",
+    "qwen2-moe", "olmoe", "mbart", "siglip", "segformer",
+}  # fmt: skip
+"""Of these, those that `make test-long` looks at."""
+
+
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    if name not in FEW:
+        return (pytest.mark.full,)
+    return (pytest.mark.long,) if name in SLOW else ()
+
 
 _seen: dict[str, Specimen] = {}
 """The models that were traced."""
@@ -43,7 +55,7 @@ def specimen_named(name: str) -> Specimen:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(e, marks=() if e.name in FEW else pytest.mark.full) for e in ZOO],
+    params=[pytest.param(e, marks=marks_of(e.name)) for e in ZOO],
     ids=str,
 )
 def traced(request: pytest.FixtureRequest) -> Specimen:

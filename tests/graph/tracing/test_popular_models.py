@@ -51,6 +51,21 @@ def test_names_are_of_the_zoo() -> None:
     assert {*COUPLED, *UNSEEN, *FEW} <= {entry.name for entry in ZOO}
 
 
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+def test_outputs_and_gradients_are_numbers(entry: Entry) -> None:
+    """What is compared with NaN is equal whatever is wrong."""
+    with entry.precision():
+        torch.manual_seed(3)
+        model = entry.build()
+        torch.manual_seed(100)
+        found = torch.utils._pytree.tree_leaves(model(**entry.batch(4)))
+        trained = [each for each in found if isinstance(each, torch.Tensor) and each.requires_grad]
+        if trained:  # no dataclasses
+            torch.stack([each.double().sum() for each in trained]).sum().backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert not any(each.isnan().any() for each in [*found, *gradients] if isinstance(each, torch.Tensor))
+
+
 @pytest.mark.parametrize(
     "entry", [pytest.param(e, marks=() if e.name in FEW else pytest.mark.full) for e in ZOO], ids=str
 )

@@ -1,8 +1,9 @@
-"""The matrix: cases of `make test`, and all the others.
+"""The matrix: cases of CI, some of them for `make test`, and all the others.
 
 `COMPACT` covers every pair of values in `PAIRS`, plus cases with a trait of their own (`EXTRA`), and models in
-float32; `DRAWN` are drawn anew in every run. `FULL` holds every model on every shape (ranks and stages) with every
-number of microbatches, under both schedules where there is something to order, the other factors at random.
+float32; `SOME` of them are for `make test`. `DRAWN` are drawn anew in every run. `FULL` holds every model on every
+shape (ranks and stages) with every number of microbatches, under both schedules where there is something to order, the
+other factors at random.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ SCHEDULES = [*dict.fromkeys(way.schedule for way in RUN_MODES), "asked"]
 SEED = int(os.environ.get("TEST_SEED", "0"))
 """Of `DRAWN`, see tests/conftest.py; the head of a test run names it."""
 DRAWS = 12
+PART = 8
+"""Of so many cases, `make test` has one."""
 ROWS = ["even", "uneven", "late", "lateuneven", "empty", "firstempty"]
 
 APART = ("untraceable", "weighted", "t5", "contrastive", "convmean")
@@ -310,5 +313,6 @@ def _full() -> list[Case]:
 
 
 COMPACT = _compact()
+SOME = [case for number, case in enumerate(COMPACT) if case in EXTRA or number % PART == 0]
 DRAWN = [case for case in _drawn() if case.name not in {compact.name for compact in COMPACT}]
 FULL = _full()

@@ -69,3 +69,5 @@ SEVERAL = [
     Case("gpt2", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, offload=PARAMS, script="evaluate"),
 ]
 """All of them."""
+SOME_OF_SEVERAL = SEVERAL[::3]
+"""Those of `make test`."""

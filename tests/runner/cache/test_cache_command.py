@@ -186,7 +186,7 @@ def test_clear_by_kind_and_age(filled) -> None:
     assert cache("clear", "--kind", "links").stdout == "removed 0 entries, 0 B\n"
     wrong = cache("clear", "--kind", "trac")
     assert wrong.returncode == 2
-    kinds = "compiled, deployment, hooks, learned, limit, links, measured, profile, trace"
+    kinds = "compiled, deployment, hooks, learned, limit, links, measured, profile, runtime, trace"
     assert f"--kind 'trac': there is no such kind of entry; kinds are {kinds}" in wrong.stderr
     removed = json.loads(cache("clear", "--kind", "deployment", "--json").stdout)
     assert [entry["key"] for entry in removed] == [DEPLOYMENT.digest]

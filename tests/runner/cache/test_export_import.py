@@ -244,6 +244,7 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1
 """
 
 
+@pytest.mark.long
 def test_a_large_cache_needs_little_memory(daemon_home, tmp_path: Path) -> None:
     """192 MiB of values through commands that never had more than 176 MiB in memory."""
     file = tmp_path / "large"

@@ -12,6 +12,7 @@ import pytest
 from transcript import RANNC_RUN, Shell, program, read_lines
 
 from rannd.config.cluster import cluster_file
+from rannd.runner.resources.host_list import gpu_count
 
 pytestmark = pytest.mark.ranks
 
@@ -301,6 +302,19 @@ def test_no_tune(shell: Shell) -> None:
     seen = variables(shell, "-np", "2", "--no-tune")
     assert seen["OMP_NUM_THREADS"] is None
     assert seen["MALLOC_MMAP_MAX_"] is None
+
+
+@pytest.mark.parametrize(("flags", "apart"), [((), True), (("--no-tune",), False)])
+def test_ranks_have_cores_of_their_own(shell: Shell, flags: tuple[str, ...], apart: bool) -> None:
+    own = os.sched_getaffinity(0)
+    if len(own) < 2 or gpu_count({}):
+        pytest.skip("needs two cores, and no GPU")
+    code, out, err = shell.run("-np", "2", *flags, program("cores.py"), OMP_NUM_THREADS="1")
+    assert code == 0, err
+    first, second = (set(json.loads(text)) for text in re.findall(r"\[[\d, ]+\]$", out, re.MULTILINE))
+    assert first | second == own
+    assert first.isdisjoint(second) == apart
+    assert ("cores of its own for each rank" in err) == apart
 
 
 def test_tuning_is_told_in_one_line(shell: Shell) -> None:

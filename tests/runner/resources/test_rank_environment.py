@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rannd.ranks.core_share import CORES_VARIABLE
 from rannd.runner.resources import rank_environment
 from rannd.runner.resources.rank_environment import CUDA_SETTINGS, MALLOC_SETTINGS
 
@@ -16,6 +17,29 @@ def test_threads_are_shared_out(cores: int, local_ranks: int, threads: str) -> N
     tuned = rank_environment.tuning({"MALLOC_ARENA_MAX": "2"}, cores=cores, local_ranks=local_ranks, gpus=0)
     assert tuned.variables == {"OMP_NUM_THREADS": threads}
     assert tuned.line() == f"tuned OMP_NUM_THREADS={threads}; --no-tune turns this off"
+
+
+@pytest.mark.parametrize(
+    ("environ", "cores", "ranks", "gpus", "binds", "bound"),
+    [
+        ({}, 8, 2, 0, True, True),
+        ({"OMP_NUM_THREADS": "4"}, 8, 2, 0, True, True),
+        ({"OMP_NUM_THREADS": "5"}, 8, 2, 0, True, False),
+        ({"OMP_NUM_THREADS": "2,1"}, 8, 2, 0, True, False),
+        ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "5"}, 8, 2, 0, True, False),
+        ({CORES_VARIABLE: "0"}, 8, 2, 0, True, False),
+        ({}, 8, 1, 0, True, False),
+        ({}, 2, 3, 0, True, False),
+        ({}, 8, 2, 2, True, False),
+        ({}, 8, 2, 0, False, False),
+    ],
+)
+def test_cpu_ranks_get_cores_of_their_own(
+    environ: dict[str, str], cores: int, ranks: int, gpus: int, binds: bool, bound: bool
+) -> None:
+    tuned = rank_environment.tuning(environ, cores=cores, local_ranks=ranks, gpus=gpus, binds=binds)
+    assert tuned.variables.get(CORES_VARIABLE) == (str(cores) if bound else None)
+    assert ("cores of its own for each rank" in tuned.line()) == bound
 
 
 def test_cpu_ranks_get_malloc_settings() -> None:

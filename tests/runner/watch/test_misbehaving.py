@@ -21,7 +21,7 @@ def pids_in(text: str) -> list[int]:
     return [int(pid) for pid in re.findall(r"pid (\d+)$", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_a_training_that_crashes_at_step_3_on_one_rank(shell: Shell, stages: str) -> None:
     """$ rannc-run -np 2 --log-dir logs failing.py script 1"""
     options = ("-np", "2", "--no-tune", "--log-dir", "logs")

@@ -118,6 +118,17 @@ def _asked(model: pyrannc.RaNNCModule) -> None:
     torch.autograd.grad(model(x, x.detach()), x)
 
 
+def _stepping(model: pyrannc.RaNNCModule) -> None:
+    @torch.no_grad()
+    def step(parameter: Tensor) -> None:
+        parameter.data.sub_(parameter.grad)
+
+    hooks = [each.register_post_accumulate_grad_hook(step) for each in model.parameters()]
+    train(model, 1)
+    for each in hooks:
+        each.remove()
+
+
 def _without_backward(model: pyrannc.RaNNCModule) -> None:
     x = torch.randn(4, 6)
     model(x, x)
@@ -129,6 +140,7 @@ def _without_backward(model: pyrannc.RaNNCModule) -> None:
     [
         (_delayed, "wait for their reduction (delay_grad_allreduce)"),
         (_asked, "its backward was asked for some gradients only"),
+        (_stepping, "body.0.weight has other values than in its forward: does a hook step an optimizer in backward?"),
         (_without_backward, "the script has not called backward before its next call"),
     ],
 )
@@ -148,6 +160,72 @@ def test_a_block_that_cannot_be_repeated_is_told(monkeypatch: pytest.MonkeyPatch
     model = wrapped(monkeypatch, Counting())
     train(model, 2)
     assert [line for line in caplog.messages if "gives other results in each run" in line]
+
+
+def test_numbers_of_numpy_are_drawn_again_where_a_block_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are those of what forward has computed, and the script's generator goes on as without."""
+    found: list[tuple[list[Tensor], float]] = []
+    for checkpointing in ("false", "true"):
+        model = wrapped(monkeypatch, Counting(), checkpointing=checkpointing, verify_recomp="true", step=0)
+        np.random.seed(1)
+        found.append((train(model, 2), np.random.rand()))
+        pyrannc.clear()
+    (plain, drawn), (again, drawn_then) = found
+    assert drawn == drawn_then
+    torch.testing.assert_close(again, plain)
+
+
+def _within(model: pyrannc.RaNNCModule) -> None:
+    loss = model(torch.randn(4, 6)).pow(2).mean()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+
+
+def _outside(model: pyrannc.RaNNCModule) -> None:
+    x = torch.randn(4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x, x)
+    loss.backward()
+
+
+def _inside_and_within(model: pyrannc.RaNNCModule) -> None:
+    x = torch.randn(4, 6)
+    loss = model(x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+
+
+@pytest.mark.parametrize("step", [_within, _outside, _inside_and_within])
+def test_backward_is_replayed_under_autocast_as_it_ran(
+    monkeypatch: pytest.MonkeyPatch, step: Callable[[pyrannc.RaNNCModule], None]
+) -> None:
+    model = wrapped(monkeypatch, *(nn.Linear(6, 6) for _ in range(4)), step=1)
+    step(model)
+    assert model._session.audits.audited
+
+
+def test_values_that_are_nan_are_told(monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
+    model = wrapped(monkeypatch, check_nan="off")
+    train(model, 1)
+    x = torch.full((4, 6), float("nan"))
+    model(x, x).backward()
+    assert [line for line in caplog.messages if "computes NaN; what is NaN on both sides counts as equal" in line]
+
+
+def test_nothing_is_kept_of_a_step_that_is_done_or_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(monkeypatch, step=1)
+    loss = model(torch.randn(4, 6)).sum()
+    audit = model._session.audits._last
+    assert audit is not None
+    assert audit.record.used
+    loss.backward(retain_graph=True)
+    assert audit.equal
+    loss.backward()
+    given_up = wrapped(monkeypatch, step=1)
+    _without_backward(given_up)
+    for each in (audit, given_up._session.audits._last):
+        assert each is not None
+        assert each.record.find(("leaf", 0)) == each.record.find(("entered", 0, 0)) == each.record.used == {}
 
 
 def test_recomputed_values_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,7 @@ def test_a_parameter_without_a_gradient_gets_none() -> None:
     same(TwoHeads, lambda: (torch.randn(6, 4).double(),))
 
 
+@pytest.mark.long
 def test_frozen_parameters() -> None:
     def frozen() -> nn.Module:
         model = Decoder()
@@ -243,6 +244,7 @@ def test_equal_layers_are_compiled_once(made: list[str], ran: list[str], monkeyp
     assert Counter(ran).most_common(1)[0][1] > 9
 
 
+@pytest.mark.long
 def test_evaluation_and_a_third_size(ran: list[str], monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
     torch.manual_seed(0)
     inner = Decoder(2, 0.0).double()
@@ -314,6 +316,7 @@ def test_code_that_torch_has_forgotten_is_made_again(made: list[str]) -> None:
     assert len(made) > before
 
 
+@pytest.mark.long
 def test_evaluation_in_inference_mode(ran: list[str], told: list[str]) -> None:
     torch.manual_seed(0)
     inner = Decoder(2, 0.0).double()

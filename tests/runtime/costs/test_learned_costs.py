@@ -18,7 +18,7 @@ from rannd.profile.costs import CostTable, LinkCost, RuntimeCost
 from rannd.profile.points import Measured, Point
 from rannd.runtime.costs.correction import Correction
 from rannd.runtime.costs.known_costs import MeasuredParts, with_costs
-from rannd.runtime.costs.learned_costs import MOST_STAGES, LearnedCosts, StageTook
+from rannd.runtime.costs.learned_costs import LEARNED_FORMAT, MOST_STAGES, LearnedCosts, StageTook
 
 ROWS = 8
 
@@ -84,10 +84,9 @@ def test_what_stages_took_becomes_a_correction_of_what_is_measured_now(
         StageTook((0, 1, 2, 3), ROWS, ROWS, 1.3 * 2200, 1.3 * 4600),
         StageTook((4, 5, 6, 7), ROWS, ROWS, 1.3 * 2200, 1.3 * 4600),
     ]
-    learned = LearnedCosts().and_those(took, 500.0, doubts=False)
+    learned = LearnedCosts().and_those(took, doubts=False)
     correction = learned.correction(parts, profile)
     assert correction.forward_us({"products": 1000.0}) == pytest.approx(1300, rel=0.05)
-    assert learned.runtime(correction) == RuntimeCost(correction.action_us, 500.0)
     # Measured anew, without what had made the parts look quicker: nothing is left to correct.
     right = {
         key: Measured(
@@ -103,10 +102,9 @@ def test_what_stages_took_becomes_a_correction_of_what_is_measured_now(
 def test_the_latest_stages_are_kept() -> None:
     learned = LearnedCosts()
     for number in range(MOST_STAGES):
-        learned = learned.and_those([StageTook((0,), 1, 1, float(number + 1), 1.0)] * 2, 9.0 - number % 5, doubts=True)
+        learned = learned.and_those([StageTook((0,), 1, 1, float(number + 1), 1.0)] * 2, doubts=True)
     assert len(learned.stages) == MOST_STAGES
     assert learned.stages[0].forward_us == MOST_STAGES
-    assert learned.call_us == 5.0
     assert learned.doubts == MOST_STAGES
     assert learned.is_plausible(1)
 
@@ -114,9 +112,7 @@ def test_the_latest_stages_are_kept() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        LearnedCosts(2),
-        LearnedCosts(call_us=-1.0),
-        LearnedCosts(call_us=float("nan")),
+        LearnedCosts(LEARNED_FORMAT + 1),
         LearnedCosts(doubts=-1),
         LearnedCosts(stages=(StageTook((0, 8), 1, 1, 1.0, 1.0),)),
         LearnedCosts(stages=(StageTook((0, 0), 1, 1, 1.0, 1.0),)),

@@ -108,7 +108,7 @@ ALIKE = ("by name", "channels", "alpha")
     ("name", "gradients"),
     [
         *(pytest.param(name, True, marks=[pytest.mark.full] if name in ALIKE else []) for name in MODELS),
-        ("transformer", False),
+        pytest.param("transformer", False, marks=pytest.mark.long),
     ],
 )
 def test_off_is_evaluation_and_on_is_training(name: str, gradients: bool) -> None:

@@ -88,11 +88,10 @@ class Training:
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
+def _closed(alone: None) -> Iterator[None]:
     yield
     if elastic_state._present is not None:
         elastic_state._present.close()
-    pyrannc.clear()
 
 
 def _after(directory: Path, **options: Any) -> Training:

@@ -15,6 +15,7 @@ from rannd.daemon.client.cache import Client, connect
 from rannd.daemon.common.keys import Key
 from rannd.plan import deployment
 from rannd.profile.points import Measured, is_plausible
+from rannd.runtime.planning import calibration_of_job
 
 Kept = dict[str, dict[Key, bytes]]
 
@@ -98,3 +99,33 @@ def test_a_plan_for_other_rows_than_its_key_says_is_made_again(kept: Kept) -> No
     run()
     assert kept["deployment"].keys() == {key}
     assert deployment.decode(kept["deployment"][key]).batch_rows == 3
+
+
+def train(steps: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    wrapped = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        wrapped(torch.randn(32, 64)).square().mean().backward()
+    pyrannc.clear()
+
+
+def test_one_rank_learns_from_a_cached_plan(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_CALIBRATE_AFTER", "3")
+    monkeypatch.setattr(calibration_of_job, "BUSY", math.inf)
+    train(1)
+    assert "deployment" in kept
+    assert "learned" not in kept
+    train(8)
+    assert {"learned", "runtime", "measured"} <= kept.keys()
+
+
+def test_what_steps_took_goes_with_the_plan_that_is_made_anew(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_CALIBRATE_AFTER", "3")
+    train(8)
+    (key,) = kept["measured"]
+    with client() as cache:
+        assert cache.get(key) is not None
+    monkeypatch.setenv("RANNC_CACHE", "refresh")
+    train(1)
+    with client() as cache:
+        assert cache.get(key) is None

@@ -21,8 +21,16 @@ from rannd.profile.costs import LinkCost
 from rannd.profile.points import Measured, Point
 from rannd.runtime.costs.known_costs import MeasuredParts
 from rannd.runtime.costs.learned_costs import LearnedCosts, StageTook
+from rannd.runtime.costs.learned_runtime import HostTook, LearnedRuntime
 from rannd.runtime.planning import plan_ahead
-from rannd.runtime.planning.calibration_of_job import comparison, is_busy, is_off, stages_took, tells_little
+from rannd.runtime.planning.calibration_of_job import (
+    comparison,
+    is_busy,
+    is_off,
+    runtime_is_off,
+    stages_took,
+    tells_little,
+)
 from rannd.runtime.planning.plan_ahead import Better, Request, Wanted
 
 ROWS = 8
@@ -49,7 +57,7 @@ def steps(deployment: Deployment, factor: float, *, busy: float = 1.0, rest_us: 
                 times = [factor * us / each.pieces for us in (each.forward_us, each.backward_us)]
                 own.append(StageTimes(number, each.pieces, *(Typical(busy * us, us) for us in times)))
         computing = sum(s.pieces * (s.forward.median_us + s.backward.median_us) for s in own)
-        ranks.append(RankTimes(slot, 20, tuple(own), (), computing + rest_us, 0, 0, 0, 0, 0, 0))
+        ranks.append(RankTimes(slot, 20, tuple(own), (), computing + rest_us, 0, 0, 0, 0, 0, 0, 3, rest_us))
     return MeasuredStep(MEASURED_FORMAT, tuple(ranks))
 
 
@@ -64,8 +72,13 @@ def test_what_explains_a_step_is_said(two: Deployment) -> None:
     told = comparison(two, measured)
     assert told.startswith(f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {two.step_us / 1e3:.1f} ms (")
     assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms" in told
-    known = msgspec.structs.replace(two, call_us=7000.0)
+    handled = measured.ranks[0].handled
+    assert handled == 2 * two.stages[0].estimate.pieces + 3
+    known = msgspec.structs.replace(two, call_us=7000.0 - 40.0 * handled, host_us=40.0)
     assert "the runtime itself +0.0 ms" in comparison(known, measured), "the plan knew it"
+    assert not runtime_is_off(known, measured)
+    assert not runtime_is_off(two, steps(two, 1.0, rest_us=0.04 * two.step_us))
+    assert runtime_is_off(two, steps(two, 1.0, rest_us=0.06 * two.step_us))
 
 
 def test_busy_machines_are_known(two: Deployment) -> None:
@@ -77,7 +90,8 @@ def request(task: TaskGraph, profile: Mapping[str, Measured], *wanted: Wanted, *
     fields: dict[str, Any] = {
         "compiled": False, "by_atoms": False, "toolchain": "", "device_model": "cpu", "threads": 1,
         "versions": {"python": "3", "torch": "2", "rannd": "0"}, "flags": {}, "links": (LinkCost(1, 1e6, 1, 1e6), None),
-        "learned": LearnedCosts(), "options": PlanOptions(), "interleaved": True, "rows": 8 * ROWS,
+        "learned": LearnedCosts(), "runtime": LearnedRuntime(), "queued": True, "options": PlanOptions(),
+        "interleaved": True, "rows": 8 * ROWS,
         "made": Provenance("cpu", "measured", "0", "2"), "model": "M", "timeout_s": 1.0, "idle_s": 1.0, "max_bytes": 1,
     }  # fmt: skip
     return Request(task=task, profile=dict(profile), wanted=wanted, **{**fields, **changed})
@@ -182,12 +196,17 @@ def test_what_was_learned_is_in_the_plans(kept: Kept) -> None:
     profile = profile_of(task)
     options = PlanOptions(partition_num=2, pipeline_num=2, schedule="1f1b")
     took = [StageTook((0, 1, 2, 3), 16, 32, 2 * 2000.0, 2 * 4000.0)] * 4
-    learned = LearnedCosts().and_those(took, 500.0, doubts=False)
+    learned = LearnedCosts().and_those(took, doubts=False)
+    hosts = tuple(HostTook(task.graph_hash[:16], handled, 500.0 + 7.0 * handled) for handled in (1, 10, 100, 1000))
+    runtime = LearnedRuntime(hosts=hosts)
     wanted = Wanted(KEY, SLOTS, 10**12)
     assert plan_ahead.run(request(task, profile, wanted, options=options)) == 1
     plain = decode(kept.values.pop(KEY.digest))
-    assert plan_ahead.run(request(task, profile, wanted, options=options, learned=learned)) == 1
+    assert (
+        plan_ahead.run(request(task, profile, wanted, options=options, learned=learned, runtime=runtime, queued=False))
+        == 1
+    )
     found = decode(kept.values[KEY.digest])
-    assert found.call_us == 500.0
+    assert (found.call_us, found.host_us) == pytest.approx((500.0, 7.0), rel=0.1)
     for one, other in zip(plain.stages, found.stages, strict=True):
         assert other.estimate.forward_us == pytest.approx(2 * one.estimate.forward_us, rel=0.1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
+import pytest
 import torch
 from plan_graphs import chain
 from plan_instances import deploy
@@ -64,3 +66,40 @@ def test_a_rank_lacks_what_all_of_its_stages_need() -> None:
             slot=slot, device=torch.device("cpu"), local_size=1, mates=(0,), gather_numbers=gathered
         )
         assert memory_fit.short(cast(World, ranks), torch.nn.Linear(1, 1), found) is None
+
+
+def test_a_rank_that_lacks_memory_for_a_change_of_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = deploy(chain(12, param=100_000), 2, partition_num=2)
+    states = [each.param_bytes + each.grad_bytes + each.optimizer_bytes for each in (s.estimate for s in found.stages)]
+    need, first, whole = sum(states), found.stages[0].estimate, states[0]
+    assert min(states) > 0
+    other = [need]
+    ranks = SimpleNamespace(
+        device=torch.device("cpu"), local_size=1, mates=(0,), gather_numbers=lambda numbers: [numbers, other]
+    )
+
+    small = deploy(chain(2), 2, partition_num=2)
+
+    def short(following: Deployment = small) -> tuple[int, int] | None:
+        return memory_fit.short_of_change(cast(World, ranks), found, following)
+
+    monkeypatch.setattr(memory_fit, "free_room", lambda *_: need)
+    assert short() is None
+    other[0] = need - 1
+    assert short() == (need, need - 1)
+    other[0] = need
+    monkeypatch.setattr(memory_fit, "free_room", lambda *_: need - 2)
+    assert short() == (need, need - 2)
+    for zero, more in ((1, first.optimizer_bytes), (2, first.grad_bytes), (3, first.param_bytes)):
+        stages = (msgspec.structs.replace(found.stages[0], slots=(0, 1)),)
+        whole += more
+        monkeypatch.setattr(memory_fit, "free_room", lambda *_: 0)
+        given = msgspec.structs.replace(found, zero=zero, stages=stages)
+        assert memory_fit.short_of_change(cast(World, ranks), given, small) == (whole, 0)
+    estimates = [msgspec.structs.replace(first, most_bytes=size) for size in (5 * need, 10 * need)]
+    large = msgspec.structs.replace(
+        found,
+        stages=tuple(msgspec.structs.replace(s, estimate=e) for s, e in zip(found.stages, estimates, strict=True)),
+    )
+    parameters = sum(stage.estimate.param_bytes for stage in found.stages)
+    assert short(large) == (11 * need - parameters, 0), "the new plan has to fit beside what is not a parameter"

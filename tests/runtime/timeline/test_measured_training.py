@@ -57,8 +57,8 @@ def test_times_are_gathered_once_there_are_enough_steps() -> None:
     assert rank.steps == 20
     (stage,) = rank.stages
     assert stage.pieces == 4
-    assert 0 < stage.forward.quartile_us <= stage.forward.median_us
-    assert 0 < stage.backward.quartile_us <= stage.backward.median_us
+    assert 0 < stage.forward.own_us <= stage.forward.median_us
+    assert 0 < stage.backward.own_us <= stage.backward.median_us
     assert stage.weight.median_us == 0
     assert rank.computing_us < rank.step_us
     assert rank.between_us > 0

@@ -12,6 +12,13 @@ def row(number: int, sums: dict[Place, tuple[int, float]], period_us: float = 0.
     made = StepRow(number, 1000)
     made.end_ns = 1000 + round(period_us * 1e3)
     made.sums = {place: [count, round(us * 1e3)] for place, (count, us) in sums.items()}
+    made.delays = {
+        (Doing.CALL, -1): 15_000,
+        (Doing.RECEIVE, 0): 9_000,
+        (Doing.FORWARD, 1): 8_000,
+        (Doing.SEND, 0): 2_000,
+    }
+    made.host_ns = 1000 * (number + 1)
     return made
 
 
@@ -40,12 +47,14 @@ def test_times_of_a_rank() -> None:
     found = rank_times(rows, 3, [1])
     assert found.slot == 3
     assert found.steps == 9
-    assert found.stages == (StageTimes(1, 4, Typical(20.0, 10.0), Typical(40.0, 20.0), Typical(5.0, 5.0)),)
+    assert found.stages == (StageTimes(1, 4, Typical(20.0, 18.0), Typical(40.0, 40.0), Typical(5.0, 5.0)),)
     assert found.waits == (EdgeWaits(0, 1, 4, 12.0), EdgeWaits(1, 2, 4, 8.0))
     assert (found.agree_us, found.step_us) == (20.0, 380.0)
     assert (found.send_us, found.settle_us, found.reduce_us, found.drain_us) == (7.0, 1.0, 30.0, 9.0)
     assert found.between_us == 50.0
     assert found.computing_us == 260.0
+    assert (found.sends, found.handled) == (8, 12 + 8 + 8)
+    assert found.host_us == 5.0
     assert found.rest_us == 380.0 - 260.0 - 20.0 - 7.0 - 1.0 - 9.0
 
 

@@ -80,6 +80,7 @@ def test_lengths_of_an_encoder_decoder_share_traces(traced: list[str]) -> None:
     assert traced == ["sizes", "template"]
 
 
+@pytest.mark.long
 def test_lengths_of_greedy_decoding_share_traces(traced: list[str]) -> None:
     """From one token on; the target is as long as the batch at length 3."""
     torch.manual_seed(0)

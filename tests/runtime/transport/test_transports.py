@@ -97,9 +97,9 @@ def test_messages_arrive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("replicas", "rules"),
     [
-        ((2, 2), StreamRules(Streams.PAIR, opened=False, synchronises=False)),
+        pytest.param((2, 2), StreamRules(Streams.PAIR, opened=False, synchronises=False), marks=pytest.mark.long),
         ((2, 2), StreamRules(Streams.SLOT, synchronises=False)),
-        ((1, 1), StreamRules(Streams.PAIR)),
+        pytest.param((1, 1), StreamRules(Streams.PAIR), marks=pytest.mark.long),
     ],
     ids=["communicators at the first use", "one stream", "a host that waits for its device"],
 )
