@@ -362,6 +362,10 @@ PRIVATE_NAMES = (
         "torch.nn.MultiheadAttention._reset_parameters", "Initialises it; in other modules this method is public."
     ),
     PrivateName("torch.nn.Transformer._reset_parameters", "Initialises it; in other modules this method is public."),
+    PrivateName(
+        "torch.nn.Module._get_name",
+        "RaNNCModule returns the wrapped model's: transformers' Trainer knows by it how labels are to be smoothed.",
+    ),
     PrivateName("torch.nn.RNNBase._flat_weight_refs", "Shows a recurrent layer that its parameters were replaced."),
     PrivateName(
         "torch.nn.RNNBase._flat_weights",

@@ -8,8 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from job import DEBUG, FORK, FROM_CACHE, PLANNED, Job
+from job_cache import in_cache, keys_of
 
+from rannd.daemon.client.cache import Client
 from rannd.profile.graph_profile import GraphProfile, decode, encode
+from rannd.profile.points import Measured
 
 pytestmark = pytest.mark.ranks
 
@@ -45,16 +48,16 @@ def test_a_deeper_model_of_the_same_layers_needs_nothing_new(job: Job) -> None:
         assert profiles(job) == kept >= 2
 
 
-def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
+def test_a_profile_as_a_file(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "times.profile"
     variables = {"RANNC_GRAPH_PROFILE_FILE": str(file), "RANNC_CACHE": "off"}
     output = job.train(2, *TUTORIAL, RANNC_SAVE_GRAPH_PROFILE="true", **variables)
     written = decode(file.read_bytes())
     assert f"Wrote the times of {len(written.blocks)} blocks to {file}" in output
-    # Its times are what plans are made of: with other ones, of another device, another plan is made.
+    # Its times are what plans are made of: with other ones, of another device and noisy, another plan is made.
     slow = {
         key: msgspec.structs.replace(
-            block, points=tuple(msgspec.structs.replace(point, forward_us=5e6) for point in block.points)
+            block, points=tuple(msgspec.structs.replace(point, forward_us=5e6, spread=0.2) for point in block.points)
         )
         for key, block in written.blocks.items()
     }
@@ -73,6 +76,17 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
     )
     assert f"The times in {file} were measured on abacus" in planned
     assert max(float(number) for number in re.findall(r"fwd_time=(\d+)", planned)) > 1e6
+    fewer = {key: msgspec.structs.replace(block, points=block.points[-1:]) for key, block in slow.items()}
+    file.write_bytes(encode(msgspec.structs.replace(other, blocks=fewer)))
+    output = job.train(2, *TUTORIAL, RANNC_LOAD_GRAPH_PROFILE="true", **{**variables, "RANNC_CACHE": "on"})
+    assert PLANNED in output
+
+    def look(client: Client) -> None:
+        stored = [msgspec.msgpack.decode(client.get(key) or b"", type=Measured) for key in keys_of(job, "profile")]
+        assert all(point.forward_us < 5e6 for measured in stored for point in measured.points), "an abacus is slower"
+
+    in_cache(job, monkeypatch, look)
+    file.write_bytes(encode(other))
     output = job.train(2, *TUTORIAL, code=1, RANNC_SAVE_GRAPH_PROFILE="true", **variables)
     assert "has times of abacus" in output
     assert decode(file.read_bytes()) == other, "nothing is lost"

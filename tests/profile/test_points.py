@@ -91,6 +91,8 @@ def test_of_two_measurements_of_a_point_the_newer_counts_or_the_one_with_less_no
     assert noisy.noisy(4) == (4,)
     assert calm.noisy(4) == ()
     assert Measured((Point(4, 10, 10, 0, 0, 0.5),)).noisy(4) == (), "ten microseconds"
+    assert noisy.given.noisy(4) == (), "what a user gives is taken"
+    assert noisy.given.joined(calm) == noisy.given
     three = Measured((*at(1).points, *noisy.points, Point(64, 9000, 0, 0, 0, 0.2)))
     assert three.noisy(16) == three.noisy(64) == (4, 64)
     assert three.noisy(4) == (4,), "and 1, which is not"

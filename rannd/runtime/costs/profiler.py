@@ -206,9 +206,11 @@ class Measuring:
         joined = {each: found.joined(self.profile.get(each)) for each, found in measured.items()}
         self.profile.update(joined)
         self._measured_now.update(joined)
-        if client is not None and joined:
+        given = self.given.blocks if self.given is not None else {}  # of another device, perhaps: not for the cache
+        own = {each: found for each, found in joined.items() if each not in given}
+        if client is not None and own:
             client.put_many(
-                (self._profile_key(each), msgspec.msgpack.encode(found.lasting)) for each, found in joined.items()
+                (self._profile_key(each), msgspec.msgpack.encode(found.lasting)) for each, found in own.items()
             )
 
     def _known(self, wanted: Iterable[str]) -> dict[str, Measured]:
@@ -217,7 +219,7 @@ class Measuring:
         keys = {each: self._profile_key(each) for each in wanted if each not in self.profile}
         known = dict(self.profile)
         if self.given is not None:
-            known.update((each, self.given.blocks[each]) for each in keys if each in self.given.blocks)
+            known.update((each, self.given.blocks[each].given) for each in keys if each in self.given.blocks)
         if client is not None:
             for (each, key), value in zip(keys.items(), client.get_many(list(keys.values())), strict=True):
                 kept = understood(client, key, value, _MEASURED, is_plausible)
