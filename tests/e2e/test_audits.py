@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from job import Job
+from job import FORK, Job
 from zoo import ZOO
 
 pytestmark = pytest.mark.ranks
@@ -163,6 +163,11 @@ def test_plans_of_every_kind_are_audited(job: Job, kind: str) -> None:
     assert "zoo: gpt2: audited" in output, output
 
 
+def test_a_step_that_a_job_does_not_reach_is_told(job: Job) -> None:
+    output = job.run("rannc-run", "-np", "2", "--verify", "9", FORK, "examples/tutorial.py", "8", "16", "2")
+    assert output.count("verify_step: step 9 was not audited: the model had 3 training calls") == 1
+
+
 @pytest.mark.long
 def test_the_flag_ends_a_job_whose_step_differs(job: Job) -> None:
     """As does a block that recomputes other values."""
@@ -170,6 +175,7 @@ def test_the_flag_ends_a_job_whose_step_differs(job: Job) -> None:
     code, output = job.end("rannc-run", "-np", "2", "--verify", "2", script, "planted")
     assert code != 0
     assert "AuditError: step 2 differs from its replay: value " in output
+    assert "was not audited" not in output
     code, output = job.end("rannc-run", "-np", "1", script, RANNC_VERIFY_RECOMP="true", RANNC_CHECKPOINTING="true")
     assert code != 0
     assert re.search(

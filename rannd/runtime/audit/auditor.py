@@ -12,7 +12,7 @@ has more than one block's parameters and one microbatch's values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Node
@@ -69,7 +69,15 @@ class Auditor:
         self.spoilt: dict[str, None] = {}
         """Blocks that compute NaN, which equal each other whatever is wrong."""
         self._gradients = ParameterGradients(
-            world, parameters, origins, self._readers, exchange.ask, self.compared, self._half, self.unsure
+            world,
+            parameters,
+            origins,
+            self._readers,
+            exchange.ask,
+            self.compared,
+            half=self._half,
+            unsure=self.unsure,
+            is_unsure=self._is_unsure_parameter,
         )
 
     def run(self) -> None:
@@ -245,16 +253,17 @@ class Auditor:
             self._gradients.compare_local(block, rank, noise)
         self._gradients.compare(block, by_rank.keys(), noise)
 
+    def _is_unsure_parameter(self, name: str) -> bool:
+        """Whether a block that reads a parameter gives other gradients when it is run again."""
+        readers = self._readers[name]
+        return any([self._is_unsure_backward(each, self.pieces, self._tensors(each)) for each in readers])  # noqa: C419
+
     def _backward(self, block: ReplayBlock, piece: int, tensors: BlockTensors) -> float:
         """Compare the gradients of a microbatch in a block; returns the largest element of them."""
         stage = block.stage.number
         rank = self._origins.rank(stage, piece)
         where = f"{block}, {self._origins.at(piece)}, rank {rank}"
-        seeds = {
-            node: each
-            for node in block.segment.part.outputs
-            if (each := self._origins.seed(node, block, piece)) is not None
-        }
+        seeds = self._seeds(block, piece)
         kept = self._ask(rank, "seeds", stage, piece, block.number)
         made = self._replay(block, piece, tensors)
         noise = max(map(largest_element, seeds.values()), default=0.0)
@@ -264,12 +273,41 @@ class Auditor:
                 self.compared.add(
                     "gradients", f"the gradient of {self._origins.named(node)}, as it has arrived,", where, gap
                 )
-        with without_autocast() if self._facts.inside else contextlib.nullcontext():  # else as now, in the script's
-            found = made.backward({node: each.to(self._world.device) for node, each in seeds.items()})
+        found = self._run_backward(made, seeds)
         noise = max([noise, *(largest_element(each) for each in found.values())])
+        largest = self._gradients.take(block, tensors, rank)
         if str(block) not in self.unsure:
-            self._compare_found(block, piece, rank, found, noise, where)
-        return max(noise, self._gradients.take(block, tensors, rank))
+            try:
+                self._compare_found(block, piece, rank, found, noise, where)
+            except Differs:
+                if not self._is_unsure_backward(block, [piece], tensors):
+                    raise
+        return max(noise, largest)
+
+    def _seeds(self, block: ReplayBlock, piece: int) -> dict[Node, torch.Tensor]:
+        """The gradients with which the backward of a block starts."""
+        nodes = block.segment.part.outputs
+        return {node: each for node in nodes if (each := self._origins.seed(node, block, piece)) is not None}
+
+    def _run_backward(self, made: Replay, seeds: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor | None]:
+        with without_autocast() if self._facts.inside else contextlib.nullcontext():  # else as now, in the script's
+            return made.backward({node: each.to(self._world.device) for node, each in seeds.items()})
+
+    def _is_unsure_backward(self, block: ReplayBlock, pieces: Iterable[int], tensors: BlockTensors) -> bool:
+        """Whether a block gives other gradients when it is run again, see `_is_unsure`."""
+        for piece in pieces:
+            runs: list[list[torch.Tensor | None]] = []
+            for _ in range(2):
+                made = self._replay(block, piece, tensors)
+                runs.append([*self._run_backward(made, self._seeds(block, piece)).values()])
+                for each in tensors.tensors:
+                    runs[-1].append(each.grad)
+                    each.grad = None
+            measure = Measure(noise=max(map(largest_element, runs[0]), default=0.0), half=self._half)
+            if any(measure.gap(one, other) is not None for one, other in zip(*runs, strict=True)):
+                self.unsure[str(block)] = None
+                return True
+        return False
 
     def _compare_found(
         self,

@@ -7,12 +7,13 @@ of all others, those of one rank and of all together.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from rannd.runtime.audit.block_replay import BlockTensors, ReplayBlock
-from rannd.runtime.audit.differences import Comparisons, Measure, largest_element, like, wide
+from rannd.runtime.audit.differences import Comparisons, Differs, Measure, largest_element, like, wide
 from rannd.runtime.audit.origins import Origins
 from rannd.runtime.audit.record_exchange import Tensors
 from rannd.runtime.comm.world import World
@@ -26,6 +27,7 @@ class ParameterGradients:
         readers: The blocks that read each tensor, in their order.
         half: Whether the step was computed in half precision.
         unsure: Blocks that give other results in each run, as they are found.
+        is_unsure: Looks for such blocks among those that read a parameter whose gradient differs.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class ParameterGradients:
         readers: Mapping[str, Sequence[ReplayBlock]],
         ask: Callable[..., Tensors],
         compared: Comparisons,
+        *,
         half: bool,
         unsure: Collection[str],
+        is_unsure: Callable[[str], bool],
     ) -> None:
         self._world = world
         self._parameters = parameters
@@ -47,6 +51,7 @@ class ParameterGradients:
         self._compared = compared
         self._half = half
         self._unsure = unsure
+        self._is_unsure = is_unsure
         self._local: dict[str, dict[int, torch.Tensor]] = {}
         """Sums of ranks that were not compared yet, by name and rank, in double precision."""
         self._total: dict[str, torch.Tensor] = {}
@@ -72,7 +77,8 @@ class ParameterGradients:
     def compare_local(self, block: ReplayBlock, rank: int, noise: float) -> None:
         """Compare the sums of a rank whose microbatches are all done in a block, before the reduction."""
         for name in self._complete(block):
-            self._compare_before(name, block, rank, noise)
+            with self._unless_unsure(name):
+                self._compare_before(name, block, rank, noise)
 
     def compare(self, block: ReplayBlock, done: Collection[int], noise: float) -> None:
         """Compare all that is left of the parameters that no earlier block reads.
@@ -82,20 +88,21 @@ class ParameterGradients:
             noise: See `Measure`.
         """
         for name in self._complete(block):
-            holders = [self._world.rank_of_slot[slot] for slot in self._parameters.slots[name]]
-            for rank in holders:
-                if rank not in done:
-                    self._compare_before(name, block, rank, noise)
-            measure = self._measure(name, noise)
-            total = self._total.pop(name, None)
-            if total is not None:
-                mean = total / (self._origins.facts.averaged // self._origins.facts.divided)
-                for rank in holders:
-                    self._compare_after(name, mean, rank, measure, f"{block}, all pieces, rank {rank}")
+            with self._unless_unsure(name):
+                self._compare_reduced(name, block, done, noise)
         for name in block.segment.part.tensors:
             if self._readers[name][0].key == block.key:
                 for kept in (self._local, self._total, self._terms):
                     kept.pop(name, None)
+
+    @contextlib.contextmanager
+    def _unless_unsure(self, name: str) -> Iterator[None]:
+        """A difference counts, unless the gradient is another one in each run."""
+        try:
+            yield
+        except Differs:
+            if not self._is_unsure(name):
+                raise
 
     def _complete(self, block: ReplayBlock) -> Iterator[str]:
         """Trained parameters that no earlier block reads, without those of blocks that cannot be replayed."""
@@ -119,6 +126,19 @@ class ParameterGradients:
             self._compared.add("gradients", what, f"{block}, all pieces, rank {rank}", gap)
         if expected is not None:
             self._total[name] = self._total[name] + expected if name in self._total else expected
+
+    def _compare_reduced(self, name: str, block: ReplayBlock, done: Collection[int], noise: float) -> None:
+        """Compare the sum over all ranks with what the reduction has given to each holder."""
+        holders = [self._world.rank_of_slot[slot] for slot in self._parameters.slots[name]]
+        for rank in holders:
+            if rank not in done:
+                self._compare_before(name, block, rank, noise)
+        measure = self._measure(name, noise)
+        total = self._total.pop(name, None)
+        if total is not None:
+            mean = total / (self._origins.facts.averaged // self._origins.facts.divided)
+            for rank in holders:
+                self._compare_after(name, mean, rank, measure, f"{block}, all pieces, rank {rank}")
 
     def _compare_after(self, name: str, mean: torch.Tensor, rank: int, measure: Measure, where: str) -> None:
         """Compare a parameter's gradient after the reduction, and as it was given to the parameter."""

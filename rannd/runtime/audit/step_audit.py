@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -217,9 +218,16 @@ class StepAudits:
         self._context = context
         self.wanted = context.config.verify_step
         """Number of the step, from 1; 0: none."""
-        self.steps = 0
-        """Number of training calls so far."""
+        self._calls = [0]
+        """See `steps`; a list, which outlives this object by a moment."""
+        if self.wanted and context.world.rank == 0:
+            weakref.finalize(self, _tell_unreached, self.wanted, self._calls)
         self._last: StepAudit | None = None
+
+    @property
+    def steps(self) -> int:
+        """Number of training calls so far."""
+        return self._calls[0]
 
     @property
     def audited(self) -> bool:
@@ -236,16 +244,16 @@ class StepAudits:
         mode = bound.graph.signature.mode
         if not (mode.training and mode.grad):
             return None
-        self.steps += 1
+        self._calls[0] = step = self._calls[0] + 1
         if self._last is not None and not self._last.done:
             self._last.refuse("the script has not called backward before its next call of the model")
-        if self.steps != self.wanted:
+        if step != self.wanted:
             return None
         why = self._refusal(reduce=reduce)
         if why:
-            _warn(self._context, self.steps, why)
+            _warn(self._context, step, why)
             return None
-        self._last = StepAudit(self._context, bound, parameters, self.steps, call, seed)
+        self._last = StepAudit(self._context, bound, parameters, step, call, seed)
         return self._last
 
     def _refusal(self, *, reduce: bool) -> str:
@@ -259,6 +267,14 @@ class StepAudits:
 def _warn(context: Context, number: int, why: str) -> None:
     if context.world.rank == 0:
         log.get("RaNNCModule").warning("verify_step: step %d was not audited: %s", number, why)
+
+
+def _tell_unreached(wanted: int, calls: Sequence[int]) -> None:
+    """Warn, when the job or its model ends, that no step was audited."""
+    if calls[0] < wanted:
+        log.get("RaNNCModule").warning(
+            "verify_step: step %d was not audited: the model had %d training calls", wanted, calls[0]
+        )
 
 
 def _numbered(values: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -45,7 +45,9 @@ def auditing(blocks: Sequence[Block], **wrong: Tensor) -> ParameterGradients:
     )
     origins: Any = SimpleNamespace(facts=SimpleNamespace(averaged=RANKS, divided=1), factor=lambda _: 1.0)
     readers: Any = {"w": blocks}
-    return ParameterGradients(world, parameters, origins, readers, ask, Comparisons(), False, ())
+    return ParameterGradients(
+        world, parameters, origins, readers, ask, Comparisons(), half=False, unsure=(), is_unsure=lambda _: False
+    )
 
 
 def replayed(sums: ParameterGradients, block: Any, share: float = 1.0) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,32 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * float(np.random.rand())
+
+
+class NoisyBackward(torch.autograd.Function):
+    """Gives other gradients in each run: of its input, or of its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, of_input: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.of_input = of_input
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        noise = 1.0 + float(np.random.rand())
+        of_input, of_weight = (noise, 1.0) if ctx.of_input else (1.0, noise)
+        return grad * weight * of_input, (grad * x).sum(0) * of_weight, None
+
+
+class Noisy(nn.Module):
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.weight, self.of_input = nn.Parameter(torch.ones(6)), of_input
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoisyBackward.apply(x, self.weight, self.of_input)
 
 
 class Network(nn.Module):
@@ -156,10 +183,15 @@ def test_what_cannot_be_audited_is_told(
     train(model, 1)
 
 
-def test_a_block_that_cannot_be_repeated_is_told(monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
-    model = wrapped(monkeypatch, Counting())
-    train(model, 2)
+@pytest.mark.parametrize("noisy", [Counting(), Noisy(True), Noisy(False)], ids=["forward", "inputs", "parameters"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_block_that_cannot_be_repeated_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: Log, noisy: nn.Module, inside: bool
+) -> None:
+    model = wrapped(monkeypatch, noisy)
+    train(model, 2, inside=inside)
     assert [line for line in caplog.messages if "gives other results in each run" in line]
+    assert model._session.audits.audited
 
 
 def test_numbers_of_numpy_are_drawn_again_where_a_block_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
