@@ -95,6 +95,12 @@ class RankTimes(msgspec.Struct, frozen=True):
         )
 
     @property
+    def processor_us(self) -> float:
+        """Time of that in which it waited for a processor that other processes had."""
+        every = ((each.pieces, one) for each in self.stages for one in (each.forward, each.backward, each.weight))
+        return sum(pieces * max(one.median_us - one.own_us, 0.0) for pieces, one in every)
+
+    @property
     def rest_us(self) -> float:
         """Time of a step in nothing that is listed here: the runtime's own, and what the host gives to others."""
         waits = sum(each.wait_us for each in self.waits) + self.settle_us + self.drain_us

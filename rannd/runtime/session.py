@@ -168,7 +168,7 @@ class Session:
         share = Share(self.world, executor.bound.graph, by_slot) if shared else None
         step = self._step(executor, call, by_slot, share)
         assert self._measuring is not None
-        self._measuring.begin(executor.bound, sum(by_slot), inside=step.interleaved)
+        self._measuring.begin(executor.bound, sum(by_slot), inside=step.interleaved, waits=waits)
         self._steps += 1
         if mode.grad:
             self._open.append(weakref.ref(step))

@@ -164,7 +164,10 @@ def test_plans_of_every_kind_are_audited(job: Job, kind: str) -> None:
 
 
 def test_a_step_that_a_job_does_not_reach_is_told(job: Job) -> None:
-    output = job.run("rannc-run", "-np", "2", "--verify", "9", FORK, "examples/tutorial.py", "8", "16", "2")
+    """So it is with one whose timeline is wanted."""
+    script = (FORK, "examples/tutorial.py", "8", "16", "2")
+    output = job.run("rannc-run", "-np", "2", "--verify", "9", *script, RANNC_EVENT_TRACE_FILE="step.json")
+    assert output.count("No timeline was written to step.json (event_trace_file): it is that of step 10 after") == 1
     assert output.count("verify_step: step 9 was not audited: the model had 3 training calls") == 1
 
 

@@ -120,6 +120,7 @@ def test_what_the_runtime_took_is_in_the_costs_of_other_models(job: Job, monkeyp
 
 @pytest.mark.parametrize("setting", ["RANNC_CHECK_NAN", "RANNC_VERIFY_RECOMP"])
 def test_nothing_is_learned_while_rannd_looks_at_all_values(job: Job, setting: str) -> None:
+    job.run("rannc-cache", "clear")
     value = "all" if setting == "RANNC_CHECK_NAN" else "true"
     output = job.train(2, PROGRAM, "12", **PLAN, **{setting: value})
     assert "Steps take" in output

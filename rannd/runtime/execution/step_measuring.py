@@ -88,6 +88,10 @@ class StepMeasuring:
         self._inside = False
         """Whether backward runs inside of its calls."""
         self._written = not settings.file
+        self._unwritten: weakref.finalize[[str], StepMeasuring] | None = None
+        """Tells when the job ends that there is no timeline."""
+        if settings.file and self._world.rank == 0:
+            self._unwritten = weakref.finalize(self, _tell_unwritten, settings.file)
         self.measured: MeasuredStep | None = None
         """Times of all ranks, on all ranks, once they are gathered."""
         self.gathered: list[Callable[[MeasuredStep], None]] = []
@@ -98,19 +102,21 @@ class StepMeasuring:
 
     def close(self) -> None:
         """Forget the deployment."""
+        self._has_told()
         global _latest
         if _latest is self:
             _latest = None
 
-    def begin(self, bound: BoundGraph, rows: int, *, inside: bool) -> None:
+    def begin(self, bound: BoundGraph, rows: int, *, inside: bool, waits: bool = False) -> None:
         """Called when all ranks have agreed on a call: gathers what is due, or counts the call.
 
         Args:
             bound: Its graph, on all ranks the same.
             rows: Rows of all ranks together.
             inside: Whether its backward runs inside of it.
+            waits: Whether its gradients wait for a later reduction, which is a part of steps as they were planned.
         """
-        if not is_planned(bound, rows, self._planned.deployment):
+        if waits or not is_planned(bound, rows, self._planned.deployment):
             return
         self._bound, self._inside = weakref.ref(bound), inside
         self._counted += 1
@@ -165,6 +171,7 @@ class StepMeasuring:
         told = [_STEPS.decode(data) for data in world.gather_bytes(msgspec.msgpack.encode(self._latest_step(recorder)))]
         if world.rank:
             return
+        self._has_told()
         logger = log.get("RaNNCModule")
         lacking = [rank for rank, each in enumerate(told) if not each.events or each.number != told[0].number]
         if lacking:
@@ -183,6 +190,10 @@ class StepMeasuring:
             logger.error("No timeline is written: %s", exc)
         else:
             logger.info("The timeline of a step was written to %s; open it in https://ui.perfetto.dev", file)
+
+    def _has_told(self) -> None:
+        if self._unwritten is not None:
+            self._unwritten.detach()
 
     def _latest_step(self, recorder: StepRecorder) -> RankSteps:
         world, rows = self._world, recorder.rows()
@@ -218,6 +229,15 @@ def is_planned(bound: BoundGraph, rows: int, deployment: Deployment) -> bool:
 
 _latest: StepMeasuring | None = None
 """That of the model that was deployed last, on all ranks the same; None: it is deployed no more."""
+
+
+def _tell_unwritten(file: str) -> None:
+    log.get("RaNNCModule").warning(
+        "No timeline was written to %s (event_trace_file): it is that of step %d after the first one, of those with as "
+        "many rows as were planned for; pyrannc._dump_events() writes that of an earlier one",
+        file,
+        TRACED,
+    )
 
 
 def forget_latest() -> None:

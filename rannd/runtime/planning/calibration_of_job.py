@@ -38,6 +38,8 @@ from rannd.runtime.planning.replanning import Replanning
 
 BUSY = 1.25
 """How much longer steps take than they would by themselves, from which on they tell nothing."""
+TOLD = 0.01
+"""Part of a step that ranks wait for processors, from which on that is told."""
 DOUBTFUL = 0.25
 """How far a stage's time may be from what follows from its parts, relative; beyond it they were measured wrongly."""
 DOUBTFUL_US = 300.0
@@ -180,12 +182,14 @@ def comparison(deployment: Deployment, measured: MeasuredStep) -> str:
     """Say what was predicted and measured, and what explains the difference: times of the slowest rank."""
     slowest = max(measured.ranks, key=lambda rank: rank.step_us)
     whole = measured.step_us - deployment.step_us
-    computing = slowest.computing_us - planned_computing_us(deployment, slowest.slot)
+    others = slowest.processor_us
+    computing = slowest.computing_us - others - planned_computing_us(deployment, slowest.slot)
     runtime = slowest.host_us - planned_host_us(deployment, slowest)
+    told = f"processors that others had {others / 1e3:+.1f} ms, " if others > TOLD * measured.step_us else ""
     return (
         f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {deployment.step_us / 1e3:.1f} ms "
         f"({100 * whole / deployment.step_us:+.1f} %): computing {computing / 1e3:+.1f} ms, the runtime itself "
-        f"{runtime / 1e3:+.1f} ms, waiting and transfers {(whole - computing - runtime) / 1e3:+.1f} ms"
+        f"{runtime / 1e3:+.1f} ms, {told}waiting and transfers {(whole - computing - runtime - others) / 1e3:+.1f} ms"
     )
 
 

@@ -14,7 +14,7 @@ from rannd.daemon.common.keys import Key, make_key, measured_key
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.grains import make_grains
-from rannd.plan.deployment import Deployment, Provenance, Slot, decode
+from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
 from rannd.plan.measured_step import MEASURED_FORMAT, MeasuredStep, RankTimes, StageTimes, Typical
 from rannd.plan.plan_options import PlanOptions
 from rannd.profile.costs import LinkCost
@@ -72,6 +72,9 @@ def test_what_explains_a_step_is_said(two: Deployment) -> None:
     told = comparison(two, measured)
     assert told.startswith(f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {two.step_us / 1e3:.1f} ms (")
     assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms" in told
+    busy = comparison(two, steps(two, 1.5, busy=1.2, rest_us=7000.0))
+    assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms, processors that others had" in busy
+    assert f"had {0.3 * computing / 1e3:+.1f} ms, waiting and transfers" in busy
     handled = measured.ranks[0].handled
     assert handled == 2 * two.stages[0].estimate.pieces + 3
     known = msgspec.structs.replace(two, call_us=7000.0 - 40.0 * handled, host_us=40.0)
@@ -189,6 +192,32 @@ def test_a_plan_that_measured_costs_make_faster_takes_the_place(
     instead = Wanted(KEY, SLOTS, 10**12, best)
     assert plan_ahead.run(request(task, profile, instead, options=options)) == 0, "nothing is better"
     assert not kept.values
+
+
+def test_a_plan_that_stays_has_the_times_by_what_was_learned(
+    kept: Kept, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    task = layers()
+    profile = profile_of(task)
+    options = PlanOptions(partition_num=2, pipeline_num=2, schedule="1f1b")
+    assert plan_ahead.run(request(task, profile, Wanted(KEY, SLOTS, 10**12), options=options)) == 1
+    there = decode(kept.values[KEY.digest])
+    took = [StageTook((0, 1, 2, 3), 16, 32, 2 * 2000.0, 2 * 4000.0)] * 4
+    learned = LearnedCosts().and_those(took, doubts=False)
+    instead = Wanted(KEY, SLOTS, 10**12, there)
+    asked = request(task, profile, instead, options=options, learned=learned)
+    assert plan_ahead.run(asked) == 0, "all stages take twice as long, so no other plan is better"
+    now = decode(kept.values[KEY.digest])
+    assert now.step_us == pytest.approx(2 * there.step_us, rel=0.1)
+    for one, other in zip(there.stages, now.stages, strict=True):
+        assert (one.ops, one.slots) == (other.ops, other.slots)
+        assert other.estimate.forward_us == pytest.approx(2 * one.estimate.forward_us, rel=0.1)
+    assert not capfdbinary.readouterr().out
+
+    of_another_job = encode(msgspec.structs.replace(now, step_us=1.0))
+    kept.values[KEY.digest] = of_another_job
+    assert plan_ahead.run(asked) == 0
+    assert kept.values[KEY.digest] == of_another_job
 
 
 def test_what_was_learned_is_in_the_plans(kept: Kept) -> None:
