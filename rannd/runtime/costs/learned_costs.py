@@ -41,8 +41,14 @@ class LearnedCosts(msgspec.Struct, frozen=True):
     """How often stages have taken something else than their parts, so that these were measured anew."""
 
     def and_those(self, stages: Sequence[StageTook], *, doubts: int) -> LearnedCosts:
-        """Return what is known after more steps."""
-        return LearnedCosts(LEARNED_FORMAT, (*stages, *self.stages)[:MOST_STAGES], self.doubts + doubts)
+        """Return what is known after more steps; of a stage that was measured before, only the new times.
+
+        So a plan that runs again and again does not count more than others, and does not displace them.
+        """
+        of_stage: dict[tuple[tuple[int, ...], int, int], StageTook] = {}
+        for each in (*stages, *self.stages):
+            of_stage.setdefault((each.ops, each.rows, each.most), each)
+        return LearnedCosts(LEARNED_FORMAT, tuple(of_stage.values())[:MOST_STAGES], self.doubts + doubts)
 
     def works(self, parts: MeasuredParts, profile: Mapping[str, Measured]) -> list[StageWork]:
         """Return the stages with the costs of their parts; not those with parts that were not measured."""

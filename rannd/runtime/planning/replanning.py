@@ -7,6 +7,7 @@ deploys it again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import msgspec
@@ -34,6 +35,8 @@ class Replanning:
         self._better: Better | None = None
         self.moving_s = 0.0
         """Seconds that deploying took, without tracing and planning; a change takes about twice as long."""
+        self._untaken: weakref.finalize[[], Replanning] | None = None
+        """Tells when the job ends that the plan was not taken."""
         self._agreed = False
         """Whether the ranks have agreed to take it before this call."""
         self._tells = False
@@ -53,6 +56,7 @@ class Replanning:
         )
         if self._now:
             self._better = better
+            self._untaken = weakref.finalize(self, _tell_untaken)
 
     def told(self, step: int, *, ready: bool) -> int:
         """Return what this rank tells the others before call number `step`; `ready`: whether it is between steps."""
@@ -94,6 +98,7 @@ class Replanning:
         self._tells, self._better = self._better is not None, None
         if not self._tells:
             return
+        self._told_why()
         if lacking is None:
             log.get("RaNNCModule").info("The better plan is taken now, which takes about %.1f s", 2 * self.moving_s)
         else:
@@ -124,4 +129,17 @@ class Replanning:
             left,
             change_s,
         )
+        self._told_why()
         return False
+
+    def _told_why(self) -> None:
+        if self._untaken is not None:
+            self._untaken.detach()
+
+
+def _tell_untaken() -> None:
+    log.get("RaNNCModule").info(
+        "The next run takes the better plan: after it was found no call of the model came between two steps, that is "
+        "without gradients that wait for their reduction, earlier calls without a backward, or averages in the model's "
+        "place"
+    )

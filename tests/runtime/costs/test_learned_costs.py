@@ -101,12 +101,17 @@ def test_what_stages_took_becomes_a_correction_of_what_is_measured_now(
 
 def test_the_latest_stages_are_kept() -> None:
     learned = LearnedCosts()
-    for number in range(MOST_STAGES):
-        learned = learned.and_those([StageTook((0,), 1, 1, float(number + 1), 1.0)] * 2, doubts=True)
+    for number in range(1, MOST_STAGES + 1):
+        new = [StageTook((op,), number, MOST_STAGES, float(number), 1.0) for op in (0, 1)]
+        learned = learned.and_those(new, doubts=True)
     assert len(learned.stages) == MOST_STAGES
     assert learned.stages[0].forward_us == MOST_STAGES
     assert learned.doubts == MOST_STAGES
-    assert learned.is_plausible(1)
+    assert learned.is_plausible(2)
+    for _ in range(MOST_STAGES):
+        again = learned.and_those([StageTook((0,), MOST_STAGES, MOST_STAGES, 7.0, 1.0)], doubts=False)
+    assert again.stages[0].forward_us == 7.0
+    assert set(again.stages[1:]) == set(learned.stages[1:]), "a plan that runs often displaces none"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rannd import log
 from rannd.daemon.common.keys import make_key
 from rannd.runtime.planning.plan_ahead import Better
 from rannd.runtime.planning.replanning import NEXT, NOW, Replanning
@@ -35,6 +36,19 @@ def test_all_ranks_take_it_before_the_same_step_and_once() -> None:
     assert call(ranks, 3, True, True, True) == [False] * 3
     ranks[0].found(BETTER)
     assert call(ranks, 4, True, True, True) == [False] * 3, "a training changes its plan once"
+
+
+def test_a_plan_that_was_not_taken_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    for took in (False, True):
+        rank = Replanning(NOW, None)
+        rank.found(BETTER)
+        call([rank], 1, took)
+        caplog.clear()
+        with caplog.at_level("INFO", logger=log.get("RaNNCModule").name):
+            del rank
+        assert [each.message.split(":")[0] for each in caplog.records] == ["The next run takes the better plan"] * (
+            not took
+        )
 
 
 def test_the_next_run_takes_it_unless_asked_otherwise() -> None:
