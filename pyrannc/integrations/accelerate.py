@@ -1,0 +1,161 @@
+"""`RaNNCAccelerator`, to be used instead of Hugging Face's `Accelerator` in a script that `rannc-run` starts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import huggingface_hub
+import torch
+from accelerate.utils import DistributedType, convert_to_fp32
+from torch import nn
+
+import pyrannc
+from rannd.errors import UsageError
+
+STATE = "rannc"
+"""Folder in a state of Accelerate's with the model and optimizer of all ranks, see `pyrannc.save_checkpoint`."""
+
+
+class RaNNCAccelerator(accelerate.Accelerator):
+    """An Accelerator whose models are partitioned over the ranks of `rannc-run`.
+
+    Takes the arguments of `accelerate.Accelerator`. `prepare` wraps the models that it is given, each with that of the
+    optimizers that steps its parameters; `save_state` saves the state of all ranks, from which any number of ranks goes
+    on.
+
+    Raises:
+        UsageError: DeepSpeed, FSDP or the like would distribute the models, or Accelerate does not know of the other
+            ranks.
+    """
+
+    _models: list[_Prepared]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.distributed_type not in (DistributedType.NO, *_REPLICAS):
+            raise UsageError(
+                f"RaNNCAccelerator partitions models; remove what asks for {self.distributed_type.value} from the "
+                "Accelerator's arguments and from its configuration"
+            )
+        ranks = pyrannc.get_world_size()
+        if self.num_processes != ranks:
+            raise UsageError(
+                f"the job has {ranks} ranks, but Accelerate sees {self.num_processes}, so that each would read the "
+                "same data; on CPUs pass cpu=True"
+            )
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Wrap models with their optimizers, and prepare the rest as Accelerate does; in the order of `args`."""
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        wrapped = [
+            _Prepared(self, each, _optimizer_of(each, optimizers))
+            if isinstance(each, nn.Module) and not isinstance(each, _Prepared)
+            else each
+            for each in args
+        ]
+        return super().prepare(*wrapped, device_placement=device_placement)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Note a wrapped model. UsageError for another one, whose optimizer is not known here."""
+        if not isinstance(model, _Prepared):
+            raise UsageError("accelerator.prepare_model(model): call accelerator.prepare(model, optimizer) instead")
+        prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        return prepared
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Save models and optimizers of all ranks, and what else Accelerate saves. Collective."""
+        with self._without_models():
+            folder: str = super().save_state(output_dir, safe_serialization, **kwargs)
+        for number, model in enumerate(self._models):
+            pyrannc.save_checkpoint(_folder(folder, number), model, model.stepped_by)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` has saved, on any number of ranks. Collective."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            saved = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            input_dir = str(max(saved, key=lambda folder: int(folder.name.rpartition("_")[2])))
+        with self._without_models():
+            super().load_state(input_dir, *args, **kwargs)
+        assert input_dir is not None  # else load_state has raised
+        for number, model in enumerate(self._models):
+            pyrannc.load_checkpoint(_folder(input_dir, number), model, model.stepped_by)
+
+    @contextlib.contextmanager
+    def _without_models(self) -> Iterator[None]:
+        """Hide from Accelerate what it would save and load on each rank as if that had all of it."""
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save the whole model as Accelerate does, by rank 0. Collective."""
+        state = self.get_state_dict(model)
+        if self.is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            huggingface_hub.save_torch_state_dict(
+                state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            )
+        self.wait_for_everyone()
+
+
+class _Prepared(pyrannc.RaNNCModule):
+    """A partitioned model that computes in the mixed precision of an Accelerator."""
+
+    stepped_by: torch.optim.Optimizer | None
+
+    def __init__(
+        self, accelerator: RaNNCAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        super().__init__(model, optimizer, scaler=accelerator.scaler)
+        self.__dict__["_accelerator"] = accelerator
+        self.__dict__["stepped_by"] = optimizer
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        pass
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model in mixed precision, and return outputs in single precision then, as Accelerate's wrapper."""
+        if not self._accelerator.native_amp:
+            return super().forward(*args, **kwargs)
+        with self._accelerator.autocast():
+            outputs = super().forward(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+
+_REPLICAS = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""What Accelerate does to a model by itself, which is left out."""
+
+
+def _optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    """Return the optimizer that steps a parameter of the model; None: it is not trained."""
+    own = {id(each) for each in model.parameters()}
+    for optimizer in optimizers:
+        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            return optimizer
+    return None
+
+
+def _folder(folder: str, number: int) -> Path:
+    return Path(folder, f"{STATE}_{number}" if number else STATE)
