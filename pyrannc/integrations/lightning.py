@@ -1,0 +1,230 @@
+"""``Trainer(strategy="rannc")`` of Lightning, in a script that `rannc-run` starts and that imports this module."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+import pyrannc
+from rannd.errors import UsageError
+
+
+class RaNNCStrategy(DDPStrategy):
+    """Partitions the module of a LightningModule that has its parameters, over the ranks of `rannc-run`.
+
+    ``training_step`` and the other hooks run on each rank with its own mini-batch, as under DDPStrategy; calls of the
+    module run on all ranks. After the first stage of a Trainer the LightningModule has a RaNNCModule in its place.
+
+    Args:
+        module: Name of the module in the LightningModule, as ``named_modules()`` has it; by default its only child
+            with parameters.
+
+    Raises:
+        UsageError: Some parameters are outside of the module, or there are several optimizers.
+    """
+
+    strategy_name = "rannc"
+
+    def __init__(self, module: str | None = None, **kwargs: Any) -> None:
+        super().__init__(cluster_environment=_Ranks(), **kwargs)
+        self._module_name = module
+        self._wrapper: pyrannc.RaNNCModule | None = None
+        self._trains = False
+        """Whether the wrapper has the optimizer."""
+
+    def _configure_launcher(self) -> None:
+        pass  # rannc-run has started the ranks
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What a rank's DistributedSampler has to know."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank % len(devices)]
+
+    def set_world_ranks(self) -> None:
+        """Let rank 0 alone tell and show what one rank has to."""
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wrap the module, with the optimizer if there is training."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        assert isinstance(self.lightning_module, LightningModule)
+        name = self._module_name or _only_child(self.lightning_module)
+        self._module_name = name
+        if self._wrapper is None:
+            self.lightning_module.set_submodule(
+                name, self.precision_plugin.convert_module(self.lightning_module.get_submodule(name))
+            )
+        with self._without_module():
+            self.model_to_device()
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and self._wrapper is not None:  # the optimizer is a new one
+            self._unwrap(self._wrapper)
+        if fits:
+            self.setup_optimizers(trainer)
+        if self._wrapper is None:
+            self._wrap(trainer if fits else None)
+        self.setup_precision_plugin()
+
+    def _wrap(self, trainer: Trainer | None) -> None:
+        """`trainer`: which has an optimizer for the module."""
+        lightning_module, name = self.lightning_module, self._module_name
+        assert lightning_module is not None
+        assert name is not None
+        module = lightning_module.get_submodule(name)
+        inside = {id(each) for each in module.parameters()}
+        outside = [each for each, value in lightning_module.named_parameters() if id(value) not in inside]
+        if outside:
+            raise UsageError(
+                f'strategy="rannc": {outside[0]} (and {len(outside) - 1} more) is not a parameter of '
+                f"{type(lightning_module).__name__}.{name}, which is partitioned; put all layers into one module"
+            )
+        optimizer = None
+        if trainer is not None:
+            if len(self.optimizers) != 1:
+                raise UsageError(
+                    f'strategy="rannc": {type(lightning_module).__name__}.configure_optimizers returns '
+                    f"{len(self.optimizers)} optimizers; a partitioned module has one"
+                )
+            optimizer = self.optimizers[0]
+        scaler = getattr(self.precision_plugin, "scaler", None) if optimizer is not None else None
+        self._wrapper = pyrannc.RaNNCModule(module, optimizer, outputs="all", scaler=scaler)
+        self._trains = optimizer is not None
+        lightning_module.set_submodule(name, self._wrapper)
+
+    def _unwrap(self, wrapper: pyrannc.RaNNCModule) -> None:
+        assert self.lightning_module is not None
+        assert self._module_name is not None
+        wrapper.undeploy()
+        self.lightning_module.set_submodule(self._module_name, wrapper.module)
+        wrapper.drop()
+        self._wrapper = None
+
+    @contextlib.contextmanager
+    def _without_module(self) -> Iterator[None]:
+        """Take the module out of the LightningModule meanwhile."""
+        lightning_module, name = self.lightning_module, self._module_name
+        assert lightning_module is not None
+        assert name is not None
+        module = lightning_module.get_submodule(name)
+        lightning_module.set_submodule(name, nn.Identity())
+        try:
+            yield
+        finally:
+            lightning_module.set_submodule(name, module)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Add gradients without reducing them."""
+        with self._wrapper.no_sync() if self._wrapper is not None else contextlib.nullcontext():
+            yield
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the whole LightningModule on rank 0. Collective."""
+        assert self.lightning_module is not None
+        if self._wrapper is None:
+            return dict(self.lightning_module.state_dict())
+        with self._without_module():
+            rest = self.lightning_module.state_dict()
+        whole = self._wrapper.state_dict()
+        own = {f"{self._module_name}.{name}": value for name, value in whole.items()} if self.is_global_zero else {}
+        return {**rest, **own}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the state of a whole LightningModule, which all ranks have read. Collective."""
+        if self._wrapper is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        assert self.lightning_module is not None
+        state, prefix = checkpoint["state_dict"], f"{self._module_name}."
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        self._wrapper.load_state_dict(own, strict=strict)
+        with self._without_module():
+            rest = {key: value for key, value in state.items() if not key.startswith(prefix)}
+            self.lightning_module.load_state_dict(rest, strict=strict)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state for the whole model. Collective."""
+        plain: Any = getattr(optimizer, "optimizer", optimizer)
+        if self._wrapper is None or not self._trains:
+            return dict(plain.state_dict())
+        return dict(plain.state_dict(from_global=True))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state` has returned."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+class _Ranks(ClusterEnvironment):
+    """The ranks of the job, for Lightning."""
+
+    @staticmethod
+    def detect() -> bool:
+        return False  # chosen by the strategy
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else find_free_network_port()
+
+    def world_size(self) -> int:
+        return pyrannc.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return pyrannc.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def node_rank(self) -> int:
+        return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def _only_child(lightning_module: LightningModule) -> str:
+    names = [name for name, child in lightning_module.named_children() if any(True for _ in child.parameters())]
+    if len(names) == 1:
+        return names[0]
+    raise UsageError(
+        f'strategy="rannc" partitions one module, but {type(lightning_module).__name__} has parameters in '
+        f"{len(names)} of its modules ({', '.join(names)}); put all layers into one, and call that in training_step"
+    )
+
+
+StrategyRegistry.register(
+    RaNNCStrategy.strategy_name,
+    RaNNCStrategy,
+    description="Pipeline stages with data-parallel replicas, planned by rannd",
+)

@@ -1,0 +1,156 @@
+"""Lightning's Trainer with strategy="rannc", compared with strategy="ddp".
+
+usage: lightning_jobs.py {parity|bf16} FOLDER
+       lightning_jobs.py resume FOLDER
+
+parity  20 steps in doubles: accumulation, clipping, a schedule of the learning rate, validation, checkpoints, test
+bf16    the same in mixed precision
+resume  goes on from the checkpoint after 10 steps that `parity` has left, on any number of ranks
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from yardstick import raises
+
+import pyrannc
+import pyrannc.integrations.lightning
+from rannd.errors import UsageError
+
+warnings.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+RANK, SIZE = pyrannc.get_rank(), pyrannc.get_world_size()
+WAY, FOLDER = sys.argv[1], Path(sys.argv[2])
+WIDTH, GLOBAL, STEPS, ADDED = 16, 8, 20, 2
+DTYPE = torch.float32 if WAY == "bf16" else torch.float64
+SHOWN = {"bf16": 3e-2}.get(WAY, 1e-9)
+
+
+class Net(pl.LightningModule):
+    """A module as its author has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+        self.net = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).to(DTYPE)
+        self.register_buffer("scale", torch.ones((), dtype=DTYPE))
+        self.found: list[tuple[str, Tensor]] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.net(inputs)
+        return outputs
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self(batch[0]) * self.scale, batch[1]) * (1 + batch_idx % 2)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("valid", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Two(Net):
+    """Has its layers in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+
+class Notes(Callback):
+    """Notes what is logged."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *rest: Any) -> None:
+        pl_module.found.append(("loss", trainer.callback_metrics["loss"].detach().double().clone()))
+        pl_module.found.append(("rate", torch.tensor(trainer.optimizers[0].param_groups[0]["lr"])))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            pl_module.found.append(("valid", trainer.callback_metrics["valid"].detach().double().clone()))
+
+
+def loader(count: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = (torch.randn(count, WIDTH, dtype=DTYPE, generator=generator) for _ in range(2))
+    return DataLoader(TensorDataset(*tensors), batch_size=GLOBAL // SIZE)
+
+
+def trainer(strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
+    devices = {"devices": SIZE} if strategy == "ddp" else {}
+    return pl.Trainer(
+        strategy="auto" if strategy == "ddp" and SIZE == 1 else strategy,
+        accelerator="cpu",
+        **devices,
+        max_epochs=1,
+        accumulate_grad_batches=ADDED,
+        gradient_clip_val=0.05,
+        val_check_interval=10,
+        precision="bf16-mixed" if WAY == "bf16" else "64-true" if torch.float64 == DTYPE else "32-true",
+        callbacks=[Notes(), saves],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=True,
+        **options,
+    )
+
+
+def fit(strategy: str, checkpoint: Path | None = None) -> tuple[Net, dict[str, Tensor]]:
+    folder = FOLDER / (strategy if checkpoint is None else f"{strategy}, resumed")
+    net, one = Net(), trainer(strategy, folder)
+    one.fit(net, loader(STEPS * ADDED * GLOBAL, 1), loader(24, 2), ckpt_path=checkpoint)
+    (tested,) = one.test(net, loader(24, 3), verbose=False)
+    net.found.append(("tested", torch.tensor(tested["valid"])))
+    one.save_checkpoint(folder / "last.ckpt")
+    one.strategy.barrier()
+    return net, torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def compare(ours: tuple[Net, Any], theirs: tuple[Net, Any]) -> None:
+    assert [what for what, _ in ours[0].found] == [what for what, _ in theirs[0].found]
+    for place, ((what, found), (_, expected)) in enumerate(zip(ours[0].found, theirs[0].found, strict=True)):
+        where = f"{what}, {place}: "
+        torch.testing.assert_close(found, expected, rtol=SHOWN, atol=SHOWN, msg=lambda text, where=where: where + text)
+    for name in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(ours[1][name], theirs[1][name], rtol=SHOWN, atol=SHOWN)
+
+
+def parity() -> None:
+    ours = fit("rannc")
+    compare(ours, fit("ddp"))
+    assert isinstance(ours[0].net, pyrannc.RaNNCModule)
+    if WAY == "parity":
+        raises(
+            UsageError, "has parameters in 2 of its modules", lambda: trainer("rannc", FOLDER).fit(Two(), loader(8, 1))
+        )
+
+
+def resume() -> None:
+    checkpoint = FOLDER / "rannc" / f"step={STEPS // 2}.ckpt"
+    ours, theirs = fit("rannc", checkpoint), fit("ddp", checkpoint)
+    assert STEPS * ADDED // 4 < sum(what == "loss" for what, _ in ours[0].found) <= STEPS * ADDED // 2
+    compare(ours, theirs)
+
+
+{"parity": parity, "bf16": parity, "resume": resume}[WAY]()
+print(f"{WAY} is right on rank {RANK}", flush=True)

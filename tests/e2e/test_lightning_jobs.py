@@ -1,0 +1,24 @@
+"""Lightning's Trainer with strategy="rannc" on real ranks, beside strategy="ddp"; the program compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from job import Job
+
+pytestmark = pytest.mark.ranks
+
+PROGRAM = "tests/e2e/programs/lightning_jobs.py"
+TWO = {"RANNC_PARTITION_NUM": "2", "RANNC_LOG_LEVEL": "warn"}
+
+
+def test_it_trains_as_ddp_does_and_goes_on_with_other_ranks(job: Job, tmp_path: Path) -> None:
+    assert job.train(2, PROGRAM, "parity", str(tmp_path), **TWO).count("parity is right") == 2
+    assert job.alone(PROGRAM, "resume", str(tmp_path)).count("resume is right") == 1
+    assert job.train(2, PROGRAM, "resume", str(tmp_path), **TWO).count("resume is right") == 2
+
+
+@pytest.mark.long
+def test_mixed_precision(job: Job, tmp_path: Path) -> None:
+    assert job.train(2, PROGRAM, "bf16", str(tmp_path), **TWO).count("bf16 is right") == 2
