@@ -98,7 +98,7 @@ def trainer(strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
     devices = {"devices": SIZE} if strategy == "ddp" else {}
     return pl.Trainer(
-        strategy="auto" if strategy == "ddp" and SIZE == 1 else strategy,
+        strategy=strategy,
         accelerator="cpu",
         **devices,
         max_epochs=1,
