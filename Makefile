@@ -7,6 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 LAUNCHERS := $(VENV)/launchers/.set-up
+FRAMEWORKS := $(VENV)/.frameworks
 # The version of torch that VENV is made with; empty: what PYTHON has, or that of constraints.txt.
 PIN :=
 
@@ -60,6 +61,11 @@ $(LAUNCHERS): $(STAMP) .ci/launchers
 	@VENV="$(VENV)" .ci/launchers
 	@touch $@
 
+# Frameworks that train models themselves, for tests alone.
+$(FRAMEWORKS): $(STAMP) .ci/frameworks requirements-frameworks.lock
+	@VENV="$(VENV)" .ci/frameworks
+	@touch $@
+
 # After a change of dependencies. UPGRADE=1: with the newest versions.
 lock:
 	@PYTHON="$(PYTHON)" UPGRADE="$(UPGRADE)" .ci/lock
@@ -67,7 +73,7 @@ lock:
 demo: $(STAMP)
 	@VENV="$(VENV)" .ci/demo
 
-lint: $(STAMP)
+lint: $(STAMP) $(FRAMEWORKS)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
@@ -81,7 +87,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist
 test: lint $(LAUNCHERS)
 	$(PYTEST) -m "not long and not full"
 
-test-long: $(STAMP) $(LAUNCHERS)
+test-long: $(STAMP) $(LAUNCHERS) $(FRAMEWORKS)
 	$(PYTEST) -m "long and not full"
 
 test-full: lint $(LAUNCHERS)
@@ -92,7 +98,7 @@ test-torch:
 	@$(MAKE) --no-print-directory test-chosen PIN="$(TORCH)" VENV="$(TORCH_ENVS)/$(TORCH)-py$$( \
 	  "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo unknown)"
 
-test-chosen: $(STAMP)
+test-chosen: $(STAMP) $(FRAMEWORKS)
 	@$(PY) -c 'import platform, torch; print(f"torch {torch.__version__}, Python {platform.python_version()}")'
 	$(PYTEST) -m "not full" $(TESTS)
 

@@ -42,6 +42,7 @@ from rannd.runtime.wrapping.rannc_api import refused_function as _refused_functi
 _network_interface.choose(os.environ)
 
 if TYPE_CHECKING:
+    from pyrannc.integrations.notebook import notebook_launcher
     from rannd.runtime.averaged_model import AveragedModel
     from rannd.runtime.checkpoint.checkpoint_api import load_checkpoint, save_checkpoint
     from rannd.runtime.elastic.elastic_sampler import ElasticSampler
@@ -62,6 +63,7 @@ __all__ = [
     "get_world_size",
     "keep_graph",
     "load_checkpoint",
+    "notebook_launcher",
     "profile",
     "recreate_all_communicators",
     "resume_step",
@@ -95,6 +97,10 @@ def __getattr__(name: str) -> Any:
         from rannd.runtime.elastic import elastic_state
 
         return getattr(elastic_state, name)
+    if name == "notebook_launcher":
+        from pyrannc.integrations.notebook import notebook_launcher
+
+        return notebook_launcher
     if name in _REFUSED_FUNCTIONS:
         return _refused_function(name)
     raise AttributeError(f"module 'pyrannc' has no attribute {name!r}")

@@ -11,13 +11,14 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.runtime.timeline.step_metrics import StepMetrics
 
 
 class RaNNCStrategy(DDPStrategy):
@@ -39,7 +40,8 @@ class RaNNCStrategy(DDPStrategy):
     def __init__(self, module: str | None = None, **kwargs: Any) -> None:
         super().__init__(cluster_environment=_Ranks(), **kwargs)
         self._module_name = module
-        self._wrapper: pyrannc.RaNNCModule | None = None
+        self.wrapper: pyrannc.RaNNCModule | None = None
+        """The partitioned module, once a stage of the Trainer was set up."""
         self._trains = False
         """Whether the wrapper has the optimizer."""
 
@@ -68,18 +70,18 @@ class RaNNCStrategy(DDPStrategy):
         assert isinstance(self.lightning_module, LightningModule)
         name = self._module_name or _only_child(self.lightning_module)
         self._module_name = name
-        if self._wrapper is None:
+        if self.wrapper is None:
             self.lightning_module.set_submodule(
                 name, self.precision_plugin.convert_module(self.lightning_module.get_submodule(name))
             )
         with self._without_module():
             self.model_to_device()
         fits = trainer.state.fn == TrainerFn.FITTING
-        if fits and self._wrapper is not None:  # the optimizer is a new one
-            self._unwrap(self._wrapper)
+        if fits and self.wrapper is not None:  # the optimizer is a new one
+            self._unwrap(self.wrapper)
         if fits:
             self.setup_optimizers(trainer)
-        if self._wrapper is None:
+        if self.wrapper is None:
             self._wrap(trainer if fits else None)
         self.setup_precision_plugin()
 
@@ -105,9 +107,9 @@ class RaNNCStrategy(DDPStrategy):
                 )
             optimizer = self.optimizers[0]
         scaler = getattr(self.precision_plugin, "scaler", None) if optimizer is not None else None
-        self._wrapper = pyrannc.RaNNCModule(module, optimizer, outputs="all", scaler=scaler)
+        self.wrapper = pyrannc.RaNNCModule(module, optimizer, outputs="all", scaler=scaler)
         self._trains = optimizer is not None
-        lightning_module.set_submodule(name, self._wrapper)
+        lightning_module.set_submodule(name, self.wrapper)
 
     def _unwrap(self, wrapper: pyrannc.RaNNCModule) -> None:
         assert self.lightning_module is not None
@@ -115,7 +117,7 @@ class RaNNCStrategy(DDPStrategy):
         wrapper.undeploy()
         self.lightning_module.set_submodule(self._module_name, wrapper.module)
         wrapper.drop()
-        self._wrapper = None
+        self.wrapper = None
 
     @contextlib.contextmanager
     def _without_module(self) -> Iterator[None]:
@@ -133,7 +135,7 @@ class RaNNCStrategy(DDPStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Add gradients without reducing them."""
-        with self._wrapper.no_sync() if self._wrapper is not None else contextlib.nullcontext():
+        with self.wrapper.no_sync() if self.wrapper is not None else contextlib.nullcontext():
             yield
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -141,23 +143,23 @@ class RaNNCStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole LightningModule on rank 0. Collective."""
         assert self.lightning_module is not None
-        if self._wrapper is None:
+        if self.wrapper is None:
             return dict(self.lightning_module.state_dict())
         with self._without_module():
             rest = self.lightning_module.state_dict()
-        whole = self._wrapper.state_dict()
+        whole = self.wrapper.state_dict()
         own = {f"{self._module_name}.{name}": value for name, value in whole.items()} if self.is_global_zero else {}
         return {**rest, **own}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the state of a whole LightningModule, which all ranks have read. Collective."""
-        if self._wrapper is None:
+        if self.wrapper is None:
             super().load_model_state_dict(checkpoint, strict)
             return
         assert self.lightning_module is not None
         state, prefix = checkpoint["state_dict"], f"{self._module_name}."
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        self._wrapper.load_state_dict(own, strict=strict)
+        self.wrapper.load_state_dict(own, strict=strict)
         with self._without_module():
             rest = {key: value for key, value in state.items() if not key.startswith(prefix)}
             self.lightning_module.load_state_dict(rest, strict=strict)
@@ -165,7 +167,7 @@ class RaNNCStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state for the whole model. Collective."""
         plain: Any = getattr(optimizer, "optimizer", optimizer)
-        if self._wrapper is None or not self._trains:
+        if self.wrapper is None or not self._trains:
             return dict(plain.state_dict())
         return dict(plain.state_dict(from_global=True))
 
@@ -173,6 +175,29 @@ class RaNNCStrategy(DDPStrategy):
         """Load what `optimizer_state` has returned."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+
+class RaNNCMetrics(Callback):
+    """Tells the Trainer's loggers, each time that it logs a step, what `PlanMetrics` tells."""
+
+    def __init__(self) -> None:
+        self._metrics: StepMetrics | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """On all ranks."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, RaNNCStrategy) or strategy.wrapper is None:
+            raise UsageError('RaNNCMetrics is for Trainer(strategy="rannc")')
+        if self._metrics is None:
+            self._metrics = StepMetrics(strategy.wrapper._session)
+        if (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            found = self._metrics.collect()
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.global_step)
+
+    def on_fit_end(self, *_: Any) -> None:
+        """Forget the model of this training."""
+        self._metrics = None
 
 
 class _Ranks(ClusterEnvironment):

@@ -11,6 +11,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.runtime.timeline.step_metrics import StepMetrics
 
 STATE = "rannc"
 """Folder in a Trainer's checkpoint with the state of all ranks, see `pyrannc.save_checkpoint`."""
@@ -23,13 +24,17 @@ class RaNNCTrainer(transformers.Trainer):
     as under DistributedDataParallel. A checkpoint has the whole model for `from_pretrained`, which rank 0 writes, and
     the state of all ranks, from which any number of ranks goes on.
 
+    Args:
+        plan_metrics: Whether logs of training steps have what `PlanMetrics` tells, and so all of Trainer's trackers.
+
     Raises:
         UsageError: The model is wrapped already, DeepSpeed, FSDP or DataParallel would distribute it, or Trainer does
             not know of the other ranks.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan_metrics: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._tells = plan_metrics
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise UsageError("RaNNCTrainer partitions the model; remove deepspeed and fsdp from the TrainingArguments")
         if self.args.n_gpu > 1:
@@ -46,6 +51,7 @@ class RaNNCTrainer(transformers.Trainer):
         self._wrapper: pyrannc.RaNNCModule | None = None
         self._trains = False
         """Whether the wrapper has the optimizer."""
+        self._metrics: StepMetrics | None = None
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the wrapper, which Trainer then does not give to Accelerate."""
@@ -65,6 +71,7 @@ class RaNNCTrainer(transformers.Trainer):
                 total_calls=self.state.max_steps * self.args.gradient_accumulation_steps if training else None,
             )
             self._trains = training
+            self._metrics = StepMetrics(self._wrapper._session) if training and self._tells else None
             self.model_wrapped = self._wrapper
         return self._wrapper
 
@@ -75,6 +82,12 @@ class RaNNCTrainer(transformers.Trainer):
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # asks all gradients whether they are DTensors
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what the plan does to the logs of steps, if that is wanted."""
+        if self._metrics is not None and "loss" in logs and "train_runtime" not in logs:
+            logs |= self._metrics.collect()
+        super().log(logs, start_time)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 

@@ -39,6 +39,13 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     return memory.available, memory.total
 
 
+def used_memory(device: torch.device) -> int:
+    """Bytes of this process: the most that tensors have had on an accelerator, its resident memory on the CPU."""
+    if is_accelerator(device):
+        return int(torch.accelerator.max_memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
+
+
 def release_unused(device: torch.device) -> None:
     """Give back what torch's allocator holds without using it."""
     if is_accelerator(device):

@@ -20,12 +20,13 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from yardstick import raises
 
 import pyrannc
-import pyrannc.integrations.lightning
+from pyrannc.integrations.lightning import RaNNCMetrics
 from rannd.errors import UsageError
 
 warnings.filterwarnings("ignore")
@@ -95,6 +96,7 @@ def loader(count: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
 
 
 def trainer(strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
+    logger = CSVLogger(folder, version=0)
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
     devices = {"devices": SIZE} if strategy == "ddp" else {}
     return pl.Trainer(
@@ -106,8 +108,9 @@ def trainer(strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
         gradient_clip_val=0.05,
         val_check_interval=10,
         precision="bf16-mixed" if WAY == "bf16" else "64-true" if torch.float64 == DTYPE else "32-true",
-        callbacks=[Notes(), saves],
-        logger=False,
+        callbacks=[Notes(), saves, *([RaNNCMetrics()] if strategy == "rannc" else [])],
+        logger=logger if strategy == "rannc" else False,
+        log_every_n_steps=10,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=True,

@@ -1,0 +1,79 @@
+"""`notebook_launcher`: a function of a notebook on several ranks of this machine."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import start_processes
+
+from rannd.errors import LaunchError
+from rannd.ranks.rank_variables import as_torchrun
+from rannd.runtime.comm import world
+from rannd.runtime.comm.rendezvous import find_place
+
+PATIENCE_S = 10.0
+"""Seconds that a rank has to end when it is asked to."""
+
+
+def notebook_launcher(function: Callable[..., object], np: int, args: Sequence[Any] = ()) -> None:
+    """Run ``function(*args)`` on `np` ranks, and wait for them.
+
+    Ranks are forked from this process, so that the function may be defined in a notebook and use what is there; what it
+    changes stays in the ranks. Save what is wanted of it, on rank 0, in a file. A rank has its share of the cores as
+    threads. An interrupt ends all ranks.
+
+    Args:
+        function: Builds and wraps the model, and trains it. What it returns is dropped.
+        np: Number of ranks.
+        args: Its arguments.
+
+    Raises:
+        LaunchError: This process is a rank itself, has a wrapped model, or has used a GPU, which a fork cannot.
+        torch.multiprocessing.ProcessRaisedException: A rank has failed, with its traceback; the others are ended.
+    """
+    if np < 1:
+        raise LaunchError(f"notebook_launcher(.., np={np}): at least one rank is needed")
+    if find_place(os.environ).launcher:
+        raise LaunchError("notebook_launcher starts ranks, but this process is one already; call the function itself")
+    if world.made() is not None:
+        raise LaunchError(
+            "notebook_launcher cannot start ranks after a model was wrapped in this process: wrap it in the function, "
+            "and restart the notebook's kernel"
+        )
+    if torch.cuda.is_initialized():
+        raise LaunchError(
+            "notebook_launcher cannot start ranks after this process has used a GPU: do so in the function only, and "
+            "restart the notebook's kernel"
+        )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = start_processes(_run, (np, port, function, tuple(args)), np, join=False, start_method="fork")
+    try:
+        while not ranks.join():
+            pass
+    finally:
+        for process in ranks.processes:
+            if process.is_alive():
+                process.terminate()
+        for process in ranks.processes:
+            process.join(PATIENCE_S)
+            process.kill()
+            process.join()
+
+
+def _run(rank: int, np: int, port: int, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """In a rank: what ends this process is what it has registered itself, not what the notebook has."""
+    atexit._clear()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(as_torchrun(rank, np, rank, np), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // np, 1))
+    try:
+        function(*args)
+    finally:
+        atexit._run_exitfuncs()
