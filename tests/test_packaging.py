@@ -157,9 +157,16 @@ def _normal(requirement: str) -> str:
     return str(Requirement(requirement))
 
 
-def test_the_lock_has_what_is_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("file", "asked"),
+    [
+        ("requirements.lock", ("test", "examples")),
+        ("requirements-frameworks.lock", ("test", "examples", "frameworks")),
+    ],
+)
+def test_the_lock_has_what_is_asked_for(file: str, asked: tuple[str, ...]) -> None:
     """`make lock` writes it; torch is not in it (CONTRIBUTING.md)."""
-    lock = (ROOT / "requirements.lock").read_text()
+    lock = (ROOT / file).read_text()
     locked: dict[str, list[Requirement]] = {}
     for entry in re.split(r"^(?=[a-z])", lock, flags=re.MULTILINE)[1:]:
         requirement = Requirement(entry.split(" \\\n")[0])
@@ -167,7 +174,7 @@ def test_the_lock_has_what_is_asked_for() -> None:
         locked.setdefault(requirement.name, []).append(requirement)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for each in map(Requirement, [*project["dependencies"], *extras["test"], *extras["examples"]]):
+    for each in map(Requirement, [*project["dependencies"], *(each for extra in asked for each in extras[extra])]):
         if each.name == "torch":
             continue
         for version in locked[each.name]:

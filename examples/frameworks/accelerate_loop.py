@@ -16,7 +16,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 model, optimizer, train, test = accelerator.prepare(
     model, optimizer, DataLoader(train, batch_size=16, shuffle=True), DataLoader(test, batch_size=64)
 )
-for epoch in range(8):
+for _ in range(8):
     for images, labels in train:
         with accelerator.accumulate(model):
             loss = torch.nn.functional.cross_entropy(model(images), labels)

@@ -20,6 +20,7 @@ arguments = TrainingArguments(
     learning_rate=3e-3,
     per_device_train_batch_size=16,
     gradient_accumulation_steps=2,
+    logging_steps=20,
     save_strategy="no",
     report_to=[],
 )
