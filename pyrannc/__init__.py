@@ -42,11 +42,11 @@ from rannd.runtime.wrapping.rannc_api import refused_function as _refused_functi
 _network_interface.choose(os.environ)
 
 if TYPE_CHECKING:
-    from pyrannc.integrations.notebook import notebook_launcher
     from rannd.runtime.averaged_model import AveragedModel
     from rannd.runtime.checkpoint.checkpoint_api import load_checkpoint, save_checkpoint
     from rannd.runtime.elastic.elastic_sampler import ElasticSampler
     from rannd.runtime.elastic.elastic_state import elastic, resume_step
+    from rannd.runtime.notebook_launcher import notebook_launcher
 
 __all__ = [
     "AveragedModel",
@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(elastic_state, name)
     if name == "notebook_launcher":
-        from pyrannc.integrations.notebook import notebook_launcher
+        from rannd.runtime.notebook_launcher import notebook_launcher
 
         return notebook_launcher
     if name in _REFUSED_FUNCTIONS:

@@ -18,7 +18,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
-from rannd.runtime.timeline.step_metrics import StepMetrics
+from rannd.runtime.step_metrics import StepMetrics
 
 
 class RaNNCStrategy(DDPStrategy):

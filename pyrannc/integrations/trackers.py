@@ -8,7 +8,7 @@ from typing import Any
 
 import pyrannc
 from rannd.errors import UsageError
-from rannd.runtime.timeline.step_metrics import StepMetrics
+from rannd.runtime.step_metrics import StepMetrics
 
 Write = Callable[[Mapping[str, float], int], object]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
-from rannd.runtime.timeline.step_metrics import StepMetrics
+from rannd.runtime.step_metrics import StepMetrics
 
 STATE = "rannc"
 """Folder in a Trainer's checkpoint with the state of all ranks, see `pyrannc.save_checkpoint`."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from rannd.device.memory import used_memory
 from rannd.plan.deployment import Deployment
 from rannd.plan.slot_memory import slot_bytes
-
-if TYPE_CHECKING:
-    from rannd.runtime.session import Session
+from rannd.runtime.session import Session
 
 MIB = 2.0**20
 
