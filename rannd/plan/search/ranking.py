@@ -39,6 +39,8 @@ class Simulated(msgspec.Struct, frozen=True):
     plan: Candidate
     at_least: bool = False
     """Whether `step_us` is a lower bound, with which the plan cannot win, so that it was not simulated."""
+    busy_us: float = 0.0
+    """What its busiest device computes; 0: not simulated."""
 
 
 class Ranking(msgspec.Struct, frozen=True):
@@ -70,7 +72,12 @@ class _Played:
 
     def step_us(self) -> float:
         """Return the simulated time of a step."""
-        return predict(self.deployment.schedule, self.layout, self.costs, memory=False).step_us
+        return self.times()[0]
+
+    def times(self) -> tuple[float, float]:
+        """Return the simulated time of a step, and what of it the busiest device computes."""
+        found = predict(self.deployment.schedule, self.layout, self.costs, memory=False)
+        return found.step_us, max(found.busy_us)
 
     def least_us(self, *, delays: bool) -> float:
         """Return a lower bound of it, for schedules that delay gradients of parameters and for those that do not."""
@@ -135,7 +142,7 @@ def rank(
     for other in played[1:]:
         plan = other.plan
         if plan.choice.replicas != chosen.choice.replicas:
-            found = Alternative(plan.name, other.step_us, plan.most_bytes, 0, other.at_least)
+            found = Alternative(plan.name, other.step_us, plan.most_bytes, 0, other.at_least, other.busy_us)
             told.setdefault(plan.choice.replicas, found)
     for plan in over:
         told.setdefault(plan.choice.replicas, Alternative(plan.name, 0.0, plan.most_bytes, plan.over_bytes))
@@ -165,7 +172,8 @@ class _Compared:
         delays = plan.choice.variant.schedule in DELAYING
         found = Simulated(given.least_us(delays=delays), plan, at_least=True)
         if _preference(found) < self._below:
-            found = Simulated(given.step_us(), plan)
+            step_us, busy_us = given.times()
+            found = Simulated(step_us, plan, busy_us=busy_us)
         if _preference(found) < self._below:
             self._below, self.deployment = _preference(found), given.deployment
         self.played.append(found)
@@ -194,7 +202,8 @@ class _Compared:
                     least = given.least_us(delays=True)
                     found = Simulated(least, other, at_least=True)
                     if least < below:
-                        found = Simulated(given.step_us(), other)
+                        step_us, busy_us = given.times()
+                        found = Simulated(step_us, other, busy_us=busy_us)
                     if found.step_us < below:
                         below, best, self.deployment = found.step_us, found, given.deployment
                 alike.append(found)
