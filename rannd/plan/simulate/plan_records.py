@@ -12,7 +12,7 @@ import msgspec
 
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block
-from rannd.plan.deployment import BlockTimes, Deployment, EdgeCost, OpTable, PlannedStep, Stage
+from rannd.plan.deployment import BlockTimes, Deployment, EdgeCost, OpTable, PlannedStep
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.program import Edge, Layout
 from rannd.plan.schedule.schedules import planned_program
@@ -120,15 +120,15 @@ class DrawnStep(msgspec.Struct, frozen=True):
 
 
 def drawn_step(
-    deployment: Deployment, most: int, times: Callable[[Stage], tuple[float, float, float]] | None = None
+    deployment: Deployment, most: int, times: Callable[[int], tuple[float, float, float]] | None = None
 ) -> DrawnStep | None:
     """Simulate a step of a deployment; None if what it takes is not known, or if it has too many actions.
 
     Args:
         deployment: From anywhere, as `decode` returns it.
         most: Maximum number of computations. Of larger jobs the first of several equal pipelines may be drawn.
-        times: Other times of a stage than those that are planned: forward, backward and its part that may be delayed,
-            each of one microbatch.
+        times: Other times of a stage (by its number) than those that are planned: forward, backward and its part that
+            may be delayed, each of one microbatch.
 
     Raises:
         PlanError: The schedule is not known, or it cannot run these stages.
@@ -142,7 +142,7 @@ def drawn_step(
     layout = Layout(len(deployment.slots), deployment.microbatches, places, edges, grads, planned.tied)
     nodes = tuple(slot.node for slot in deployment.slots)
     slots = tuple(range(layout.world))
-    costs = _costs(planned, nodes, [times(stage) for stage in deployment.stages] if times else None)
+    costs = _costs(planned, nodes, [times(number) for number in range(len(places))] if times else None)
     if _computations(layout) > most:
         if layout.pipelines == 1 or _computations(layout) > most * layout.pipelines:
             return None

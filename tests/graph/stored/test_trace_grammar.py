@@ -209,10 +209,6 @@ def test_a_trace_is_refused_before_anything_is_built(name: str, monkeypatch: pyt
 
 OUTPUT_NODE = ["output", "output", "output", ["t", None], None, 0, "", ""]
 GRAPH_OF_OUTPUT = {"nodes": [OUTPUT_NODE], "values": [None], "inner": {}}
-    "nodes": [["output", "output", "output", ["t", None], None, 0, "", ""]],
-    "values": [None],
-    "inner": {},
-}
 
 
 @pytest.mark.parametrize("target", ["to_folder", "_\uff3fclass__._\uff3finit__", "inner", "numpy"])

@@ -1,0 +1,180 @@
+"""Writes the page of a plan: one file of HTML with all that it needs, which asks no network for anything.
+
+The form is `page.html` with `page.css` and `page.js` beside it. The data is JSON in a script element that no browser
+runs; `<`, `>` and `&` are escaped in it, so no text can end the element. A content security policy allows this style
+and this script alone, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from importlib.resources import files
+from string import Template
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from rannd.plan.compatibility import plain
+from rannd.plan.deployment import Deployment
+from rannd.plan.measured_step import MeasuredStep
+from rannd.plan.plan_text import devices_text, show, show_measured, title
+from rannd.runner.page.layer_folding import folded
+from rannd.runner.page.page_data import Against, Ops, PageStage, PlanPage, Timeline
+from rannd.runner.page.page_timeline import measured_timeline, predicted, predicted_timeline, slot_uses
+from rannd.runner.page.plan_difference import against
+from rannd.runner.page.plan_verdict import MEMORY_NAMES, costs, edges, memory, verdict
+
+MOST_BYTES = 2_000_000
+"""Of a page."""
+_TABLE_SIZES = (20_000, 10_000, 5000, 2000, 500, 0)
+"""Numbers of operators that are listed, the first with which the page is small enough."""
+_LONGEST = 120
+_ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+class Entry(NamedTuple):
+    """A deployment of the cache."""
+
+    key: str
+    plan: Deployment
+    measured: MeasuredStep | None
+
+
+def page(entry: Entry, written: str, other: Entry | None = None) -> bytes:
+    """Return the page of a plan as HTML.
+
+    Args:
+        entry: The plan.
+        written: When and by which version the entry was written.
+        other: A plan that it is compared with.
+    """
+    found = page_data(entry, written, other)
+    parts = {name: (files(__package__) / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    made = b""
+    for most in _TABLE_SIZES:
+        made = _filled(replace(found, ops=_first(found.ops, most)), parts)
+        if len(made) <= MOST_BYTES:
+            break
+    return made
+
+
+def _filled(found: PlanPage, parts: dict[str, str]) -> bytes:
+    data = re.sub("[<>&\u2028\u2029]", lambda each: _ESCAPED[each[0]], msgspec.json.encode(found).decode())
+    css, js = parts["css"], parts["js"]
+    return (
+        Template(parts["html"])
+        .substitute(
+            title=html.escape(found.title),
+            style=css,
+            script=js,
+            data=data,
+            text=html.escape(found.text),
+            style_hash=_digest(css),
+            script_hash=_digest(js),
+        )
+        .encode()
+    )
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _first(ops: Ops, most: int) -> Ops:
+    """The first operators of a table, and the texts that these have."""
+    count = len(ops.names)
+    if count <= most:
+        return ops
+    columns = {name: getattr(ops, name)[:most] for name in ops.__struct_fields__ if name not in ("texts", "left_out")}
+    used: dict[int, int] = {}
+    for name in ("target", "module", "source", "dtype"):
+        columns[name] = tuple(used.setdefault(number, len(used)) for number in columns[name])
+    return Ops(texts=tuple(ops.texts[number] for number in used), left_out=count - most, **columns)
+
+
+def page_data(entry: Entry, written: str, other: Entry | None = None) -> PlanPage:
+    """Return what a page shows; see `page`."""
+    plan, measured = entry.plan, entry.measured
+    simulated = predicted(plan)
+    timelines: list[Timeline] = []
+    slots: tuple[int, ...] = tuple(range(len(plan.slots)))
+    if simulated.step is not None:
+        timelines.append(predicted_timeline(plan, simulated.step))
+        slots = simulated.step.slots
+    if measured is not None and (found := measured_timeline(plan, measured, slots)) is not None:
+        timelines.append(found)
+    compared: Against | None = None
+    if other is not None:
+        compared = against(plan, other.plan, other.key, title(other.plan))
+        second = predicted(other.plan).step
+        if second is not None:
+            timelines.append(predicted_timeline(other.plan, second, f"predicted, {other.key[:12]}"))
+    text = show(plan) + (f"\n\n{show_measured(plan, measured)}" if measured is not None else "")
+    return PlanPage(
+        title=title(plan),
+        key=entry.key,
+        written=written,
+        verdict=verdict(plan, measured, simulated.step),
+        uses=tuple(slot_uses(plan, simulated.step)) if simulated.step is not None else (),
+        costs=costs(plan),
+        memory_limit=plan.memory_bytes,
+        memory_names=MEMORY_NAMES,
+        memory=memory(plan),
+        timelines=tuple(timelines),
+        timeline_note=simulated.why,
+        stages=_stages(plan),
+        edges=edges(plan),
+        ops=_ops(plan),
+        against=compared,
+        text=text,
+    )
+
+
+def _stages(plan: Deployment) -> tuple[PageStage, ...]:
+    found, first = [], 0
+    for stage in plan.stages:
+        each, end = stage.estimate, first + len(stage.ops)
+        again = sum(stage.segments)
+        of = len(stage.segments)
+        found.append(
+            PageStage(
+                plain(stage.name, 40),
+                plain(stage.modules, _LONGEST),
+                devices_text([plan.slots[slot] for slot in stage.slots]),
+                len(stage.slots),
+                each.pieces,
+                each.forward_us,
+                each.backward_us,
+                each.allreduce_us,
+                ("all" if again == of else f"{again} of {of} segments") if again else "nothing",
+                len(stage.ops),
+                folded(plan.table, first, end) if plan.table is not None else (),
+            )
+        )
+        first = end
+    return tuple(found)
+
+
+def _ops(plan: Deployment) -> Ops:
+    names = tuple(plain(name, _LONGEST) for stage in plan.stages for name in stage.ops)
+    stage = tuple(number for number, stage in enumerate(plan.stages) for _ in stage.ops)
+    table = plan.table
+    if table is None:
+        return Ops((), names, stage)
+    return Ops(
+        texts=tuple(plain(text, _LONGEST) for text in table.texts),
+        names=names,
+        stage=stage,
+        block=table.blocks,
+        target=table.targets,
+        module=table.modules,
+        source=table.sources,
+        dtype=table.dtypes,
+        flops=table.flops,
+        param_bytes=table.param_bytes,
+        output_bytes=table.output_bytes,
+    )
