@@ -121,6 +121,8 @@ class Alternative(msgspec.Struct, frozen=True):
     """Bytes above what a device may use; 0 if the plan fits."""
     at_least: bool = False
     """Whether `step_us` is a lower bound, with which the plan could not win, so that it was not simulated."""
+    busy_us: float = 0.0
+    """Forwards and backwards of the device that computes longest, by the estimates of its stages; 0: not known."""
 
 
 OFFLOAD = "offload"
@@ -155,6 +157,76 @@ class Provenance(msgspec.Struct, frozen=True):
     """Version."""
     torch: str
     """Version."""
+
+
+class EdgeCost(msgspec.Struct, frozen=True, array_like=True):
+    """What a microbatch sends from one stage to another: bytes, and microseconds inside a node and between nodes."""
+
+    src: int
+    """-1: the ranks, which have the inputs."""
+    dst: int
+    """The number of stages: the ranks, which get the outputs."""
+    values_bytes: int
+    near_us: float
+    far_us: float
+    has_grads: bool
+    """Whether gradients come back."""
+    grads_bytes: int = 0
+    near_grads_us: float = 0.0
+    far_grads_us: float = 0.0
+
+
+class BlockTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Times of one microbatch in a block, which the search never divides; in microseconds."""
+
+    forward_us: float
+    backward_us: float
+
+
+class PlannedStep(msgspec.Struct, frozen=True):
+    """What a step is simulated with, without the graph; by stage, of one microbatch unless said otherwise."""
+
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    weight_us: tuple[float, ...]
+    edges: tuple[EdgeCost, ...]
+    """Sorted by their stages."""
+    reduce_us: tuple[tuple[float, ...], ...]
+    """Of each bucket of a stage's gradients, once in a step."""
+    after_us: tuple[float, ...] = ()
+    """What follows the reductions, once in a step; empty: nothing."""
+    tied: tuple[tuple[int, ...], ...] = ()
+    """Sets of stages that share parameters,"""
+    tied_us: tuple[tuple[float, ...], ...] = ()
+    """and the reductions of these."""
+    host_us: float = 0.0
+    """Of each action."""
+    agreeing_us: float = 0.0
+    """At the begin of a step."""
+
+
+class OpTable(msgspec.Struct, frozen=True):
+    """The operators of all stages, in the order of `Stage.ops`, one column per field; for display.
+
+    `targets`, `modules`, `sources` and `dtypes` are numbers of `texts`.
+    """
+
+    texts: tuple[str, ...]
+    targets: tuple[int, ...]
+    modules: tuple[int, ...]
+    """Path of the user's module that ran it."""
+    sources: tuple[int, ...]
+    """File and line that called it, such as 'examples/tutorial.py:27'; '': not known."""
+    dtypes: tuple[int, ...]
+    blocks: tuple[int, ...]
+    """Number of its block, of all blocks that the planner had."""
+    flops: tuple[int, ...]
+    """Of the forward of a microbatch, by its shapes."""
+    param_bytes: tuple[int, ...]
+    """Parameters and buffers that it reads."""
+    output_bytes: tuple[int, ...]
+    """Of a microbatch."""
+    block_times: tuple[BlockTimes, ...] = ()
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -204,6 +276,10 @@ class Deployment(msgspec.Struct, frozen=True):
     """The part of `step_us` that the runtime takes itself, once,"""
     host_us: float = 0.0
     """and for each computation and message; see `RuntimeCost`."""
+    planned: PlannedStep | None = None
+    """To draw a step; None: not known."""
+    table: OpTable | None = None
+    """To list operators; None: not known."""
 
     @property
     def offloads(self) -> tuple[bool, bool, bool]:
@@ -301,4 +377,54 @@ def _wrong(deployment: Deployment) -> str:
                 return f"the segments of stages[{place}] do not have each of its operators once"
         elif stage.recomputed:
             return f"stages[{place}] has no segments, but {len(stage.recomputed)} settings for them"
-    return ""
+    planned, table = deployment.planned, deployment.table
+    return (_wrong_step(planned, len(stages)) if planned else "") or (_wrong_table(table, len(ops)) if table else "")
+
+
+def _wrong_step(planned: PlannedStep, stages: int) -> str:
+    """Return what is inconsistent in what a step is simulated with, or ''."""
+    edges = [(edge.src, edge.dst) for edge in planned.edges]
+    if edges != sorted(set(edges)) or any(
+        not -1 <= src < dst <= stages or (src, dst) == (-1, stages) for src, dst in edges
+    ):
+        return f"planned.edges are {edges[:8]} of {stages} stages"
+    for name in ("forward_us", "backward_us", "weight_us", "reduce_us", "after_us"):
+        count = len(getattr(planned, name))
+        if count != stages and (count or name != "after_us"):
+            return f"planned.{name} has {count} numbers for {stages} stages"
+    if any(weight > backward for weight, backward in zip(planned.weight_us, planned.backward_us, strict=True)):
+        return "planned.weight_us is more than planned.backward_us"
+    tied = planned.tied
+    odd = [each for each in tied if len(each) < 2 or list(each) != sorted(set(each) & set(range(stages)))]
+    if odd or list(tied) != sorted(set(tied)) or len(planned.tied_us) != len(tied):
+        return f"planned.tied is {tied[:8]} with {len(planned.tied_us)} reductions"
+    for name in planned.__struct_fields__:
+        if not _is_sane(getattr(planned, name), least=-1 if name == "edges" else 0):
+            return f"planned.{name} has a number out of range"
+    return "planned.edges has a negative number" if any(
+        value < 0 for edge in planned.edges for value in (edge.values_bytes, edge.near_us, edge.far_us,
+                                                          edge.grads_bytes, edge.near_grads_us, edge.far_grads_us)
+    ) else ""  # fmt: skip
+
+
+def _wrong_table(table: OpTable, ops: int) -> str:
+    """Return what is inconsistent in a table of operators, or ''."""
+    for name in table.__struct_fields__:
+        if name in ("texts", "block_times"):
+            continue
+        column = getattr(table, name)
+        if len(column) != ops:
+            return f"table.{name} has {len(column)} entries for {ops} operators"
+        most = len(table.texts) - 1 if name in ("targets", "modules", "sources", "dtypes") else _MOST
+        if min(column) < 0 or max(column) > most:
+            return f"table.{name} has a number out of range"
+    return "" if _is_sane(table.block_times) else "table.block_times has a number out of range"
+
+
+def _is_sane(value: object, least: int = 0) -> bool:
+    """Whether all numbers of a value are in range."""
+    if isinstance(value, msgspec.Struct):
+        return all(_is_sane(getattr(value, name), least) for name in value.__struct_fields__)
+    if isinstance(value, tuple):
+        return all(_is_sane(each, least) for each in value)
+    return not isinstance(value, int | float) or (math.isfinite(value) and least <= value <= _MOST)

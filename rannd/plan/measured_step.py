@@ -17,6 +17,10 @@ LONGEST_STEP_US = 1e12
 """Eleven days."""
 _MOST_BYTES = 64 * 2**20
 _MOST_COUNT = 1 << 40
+MOST_EVENTS = 8000
+"""Of all ranks in the step whose events are stored."""
+_LONGEST_NAME = 64
+"""Characters of a name or category."""
 
 
 class Typical(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +122,17 @@ class Flight(msgspec.Struct, frozen=True, array_like=True):
     """From the end of sending to the end of receiving."""
 
 
+class StepEvent(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank did in a step, see `rannd.plan.simulate.timeline.Event`."""
+
+    slot: int
+    category: str
+    start_us: float
+    """From the begin of the step on the first rank."""
+    us: float
+    name: str
+
+
 class MeasuredStep(msgspec.Struct, frozen=True):
     """Times of all ranks of a deployment."""
 
@@ -125,6 +140,8 @@ class MeasuredStep(msgspec.Struct, frozen=True):
     ranks: tuple[RankTimes, ...]
     """By slot."""
     flights: tuple[Flight, ...] = ()
+    events: tuple[StepEvent, ...] = ()
+    """Of one step, if ranks have recorded them (`trace_events = "full"`) and they are not too many."""
 
     @property
     def step_us(self) -> float:
@@ -174,6 +191,14 @@ def _wrong(measured: MeasuredStep, deployment: Deployment) -> str:
     for flight in measured.flights:
         if not (0 <= flight.src < flight.dst < last and 0 <= flight.us <= LONGEST_STEP_US):
             return f"values were {flight.us} us on their way from stage {flight.src} to {flight.dst}"
+    if len(measured.events) > MOST_EVENTS:
+        return f"{len(measured.events)} events, more than {MOST_EVENTS}"
+    for event in measured.events:
+        inside = all(0 <= us <= LONGEST_STEP_US for us in (event.start_us, event.us))
+        if not (0 <= event.slot < len(measured.ranks) and inside):
+            return f"slot {event.slot} did something for {event.us} us at {event.start_us} us"
+        if max(len(event.name), len(event.category)) > _LONGEST_NAME:
+            return f"an event has a name of {max(len(event.name), len(event.category))} characters"
     for rank in measured.ranks:
         stages = [number for number, stage in enumerate(deployment.stages) if rank.slot in stage.slots]
         if [each.stage for each in rank.stages] != stages:

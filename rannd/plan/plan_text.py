@@ -86,15 +86,15 @@ def show_measured(deployment: Deployment, measured: MeasuredStep) -> str:
             ("the runtime", [rank.rest_us for rank in ranks]),
             ("between steps", [rank.between_us for rank in ranks]),
         ):
-            rows.append(("", what, "", _ms(max(found)), ""))
-    steps = _count(min(rank.steps for rank in measured.ranks), "step")
+            rows.append(("", what, "", time_text(max(found)), ""))
+    steps = count_text(min(rank.steps for rank in measured.ranks), "step")
     head = f"{'measured':<10}{steps}, the slowest replica of each stage; error: measured / predicted - 1"
-    return f"{head}\n{_table(('stage', 'what', 'predicted', 'measured', 'error'), rows)}"
+    return f"{head}\n{aligned(('stage', 'what', 'predicted', 'measured', 'error'), rows)}"
 
 
 def _compared(predicted_us: float, measured_us: float) -> tuple[str, str, str]:
     error = f"{100 * (measured_us / predicted_us - 1):+.1f} %" if predicted_us and measured_us else ""
-    return _ms(predicted_us), _ms(measured_us), error
+    return time_text(predicted_us), time_text(measured_us), error
 
 
 def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None) -> str:
@@ -119,10 +119,10 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
     shown = min(math.ceil(most / _MIB), limit) if limit and most <= deployment.memory_bytes else math.ceil(most / _MIB)
     return "; ".join(
         (
-            f"{_count(len(deployment.stages), 'stage')}{_together(deployment)}"
+            f"{count_text(len(deployment.stages), 'stage')}{_together(deployment)}"
             f"{f', ZeRO {zero}' if (zero := deployment.zero) else ''}: "
             f"{', '.join(stages)}{_offloaded(deployment)}",
-            _count(deployment.microbatches, "microbatch"),
+            count_text(deployment.microbatches, "microbatch"),
             f"step about {f'{seconds:.2f} s' if seconds >= _SHORT_S else f'{seconds * 1e3:.1f} ms'}",
             f"{shown:,}{allowed} MiB per device",
         )
@@ -153,7 +153,7 @@ def _whole(deployment: Deployment) -> str:
 
 def title(deployment: Deployment) -> str:
     """Name the model and the number of stages: ``GPT2LMHeadModel 11.1M, 2 stages``."""
-    return f"{plain(deployment.model) or 'a model'}, {_count(len(deployment.stages), 'stage')}"
+    return f"{plain(deployment.model) or 'a model'}, {count_text(len(deployment.stages), 'stage')}"
 
 
 def piece_rows(deployment: Deployment) -> int:
@@ -211,31 +211,34 @@ def _head(deployment: Deployment, planned: int) -> str:
     stages = len(deployment.stages)
     schedule = plain(deployment.schedule) + (f", ZeRO {deployment.zero}{_whole(deployment)}" if deployment.zero else "")
     lines += [
-        ("devices", f"{world} on {_count(nodes, 'node')}, {_count(stages, 'stage')}{_together(deployment)}"),
+        ("devices", f"{world} on {count_text(nodes, 'node')}, {count_text(stages, 'stage')}{_together(deployment)}"),
         (
             "batch",
-            f"{_count(rows, 'row')}: {_count(world, 'rank')} x {_count(deployment.microbatches, 'microbatch')} of "
-            f"{piece_rows(deployment)} at most",
+            f"{count_text(rows, 'row')}: {count_text(world, 'rank')} x "
+            f"{count_text(deployment.microbatches, 'microbatch')} of {piece_rows(deployment)} at most",
         ),
         ("schedule", f"{schedule}; neighbouring devices: {plain(deployment.placement)}"),
-        ("step", f"{_ms(deployment.step_us)} predicted, of which {bubble(deployment):.1%} is not computing"),
+        ("step", f"{time_text(deployment.step_us)} predicted, of which {bubble(deployment):.1%} is not computing"),
     ]
     if rows != planned:
-        lines.append(("", f"rough estimate: planned for {_count(planned, 'row')}, scaled by the rows of a microbatch"))
+        lines.append(
+            ("", f"rough estimate: planned for {count_text(planned, 'row')}, scaled by the rows of a microbatch")
+        )
     if deployment.bound_us > 0:
         closed = deployment.e_us or deployment.step_us
         gap = max(closed / deployment.bound_us - 1, 0.0)
         lines.append(
             (
                 "E",
-                f"{_ms(closed)} by the closed form, lower bound of all plans {_ms(deployment.bound_us)}: gap {gap:.1%}",
+                f"{time_text(closed)} by the closed form, lower bound of all plans {time_text(deployment.bound_us)}: "
+                f"gap {gap:.1%}",
             )
         )
     if not deployment.searched_all:
         lines.append(("search", "cut off: a better plan may exist"))
     most = fullest_bytes(deployment)
-    allowed = f" of {_bytes(deployment.memory_bytes)} allowed" if deployment.memory_bytes else ""
-    lines.append(("memory", f"{_bytes(most)}{allowed} on the fullest device"))
+    allowed = f" of {bytes_text(deployment.memory_bytes)} allowed" if deployment.memory_bytes else ""
+    lines.append(("memory", f"{bytes_text(most)}{allowed} on the fullest device"))
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
 
 
@@ -248,22 +251,22 @@ def _stages(deployment: Deployment) -> str:
                 str(number),
                 plain(stage.modules),
                 plain(stage.name, 24),
-                _places([deployment.slots[slot] for slot in stage.slots]),
+                devices_text([deployment.slots[slot] for slot in stage.slots]),
                 str(each.pieces),
                 str(each.in_flight),
                 "yes" if stage.recompute else "no",
-                _ms(each.forward_us),
-                _ms(each.backward_us),
-                _ms(each.weight_us) if each.weight_us else "",
-                _ms(each.allreduce_us),
-                _bytes(each.input_bytes),
-                _bytes(each.output_bytes),
+                time_text(each.forward_us),
+                time_text(each.backward_us),
+                time_text(each.weight_us) if each.weight_us else "",
+                time_text(each.allreduce_us),
+                bytes_text(each.input_bytes),
+                bytes_text(each.output_bytes),
                 _ops(stage),
             )
         )
     heads = ("stage", "modules", "blocks", "devices", "microbatches", "in flight", "recompute", "forward", "backward",
              "weight grad", "all-reduce", "in/microbatch", "out/microbatch", "operators")  # fmt: skip
-    return _table(heads, rows)
+    return aligned(heads, rows)
 
 
 def _memory(deployment: Deployment) -> str:
@@ -279,8 +282,8 @@ def _memory(deployment: Deployment) -> str:
     rows = [
         (
             str(number),
-            *(_bytes(getattr(stage.estimate, kind)) for kind in kinds),
-            _bytes(stage.estimate.offloaded_bytes) if any(deployment.offloads) else "",
+            *(bytes_text(getattr(stage.estimate, kind)) for kind in kinds),
+            bytes_text(stage.estimate.offloaded_bytes) if any(deployment.offloads) else "",
         )
         for number, stage in enumerate(deployment.stages)
     ]
@@ -295,23 +298,27 @@ def _memory(deployment: Deployment) -> str:
         "together" if _together(deployment) else "total per device",
         "offloaded",
     )
-    return _table(heads, rows)
+    return aligned(heads, rows)
 
 
 def _devices(deployment: Deployment) -> str:
     """Which stages the devices have, if they have several, and what these need together."""
     sizes = device_bytes(deployment)
     rows = [
-        (_places([deployment.slots[slot] for slot in slots]), ", ".join(map(str, numbers)), _bytes(sizes[slots]))
+        (
+            devices_text([deployment.slots[slot] for slot in slots]),
+            ", ".join(map(str, numbers)),
+            bytes_text(sizes[slots]),
+        )
         for slots, numbers in stages_by_slots(deployment).items()
     ]
-    return _table(("devices", "stages", "together per device"), rows)
+    return aligned(("devices", "stages", "together per device"), rows)
 
 
 def _why(deployment: Deployment) -> str:
     reasons = deployment.reasons[:_MOST_REASONS]
     rows = [(plain(each.what), plain(each.chosen), plain(each.why, _MOST_WHY)) for each in reasons]
-    return _table(("chosen", "", "why"), rows)
+    return aligned(("chosen", "", "why"), rows)
 
 
 def _alternatives(deployment: Deployment) -> str:
@@ -319,17 +326,17 @@ def _alternatives(deployment: Deployment) -> str:
     for other in deployment.alternatives:
         least = "at least " if other.at_least else ""
         slower = f"{least}{other.step_us / deployment.step_us:.3f}x" if other.step_us and deployment.step_us else ""
-        what = f"does not fit: {_bytes(other.over_bytes)} too much" if other.over_bytes else ""
-        step = f"{least}{_ms(other.step_us)}" if other.step_us else ""
-        rows.append((plain(other.name), step, slower, _bytes(other.most_bytes), what))
-    batch = _count(deployment.batch_rows, "row")
-    return _table((f"not chosen ({batch})", "step", "relative", "fullest device", "note"), rows)
+        what = f"does not fit: {bytes_text(other.over_bytes)} too much" if other.over_bytes else ""
+        step = f"{least}{time_text(other.step_us)}" if other.step_us else ""
+        rows.append((plain(other.name), step, slower, bytes_text(other.most_bytes), what))
+    batch = count_text(deployment.batch_rows, "row")
+    return aligned((f"not chosen ({batch})", "step", "relative", "fullest device", "note"), rows)
 
 
 # -- words ----------------------------------------------------------------------------------------------------
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table with aligned columns; empty columns are left out."""
     used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
     widths = [max(len(heads[column]), *(len(row[column]) for row in rows)) for column in used]
@@ -340,7 +347,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _places(slots: Iterable[Slot]) -> str:
+def devices_text(slots: Iterable[Slot]) -> str:
     """Format slots: ``0-2:0-3 3:0,2`` for devices 0 to 3 of nodes 0 to 2, and devices 0 and 2 of node 3."""
     devices: dict[int, list[int]] = {}
     for slot in sorted(slots):
@@ -377,7 +384,7 @@ def _who(deployment: Deployment, stage: Stage, rank_of_slot: Sequence[int] | Non
     if rank_of_slot is not None:
         return holders(stage, rank_of_slot)
     several = "s" if len(stage.slots) > 1 else ""
-    return f"device{several} {_places([deployment.slots[slot] for slot in stage.slots])}"
+    return f"device{several} {devices_text([deployment.slots[slot] for slot in stage.slots])}"
 
 
 def _ops(stage: Stage) -> str:
@@ -385,18 +392,21 @@ def _ops(stage: Stage) -> str:
     return f"{len(stage.ops)}, {first} .. {last}" if len(stage.ops) > 1 else first
 
 
-def _ms(us: float) -> str:
+def time_text(us: float) -> str:
+    """Format a time: ``12.345 ms``."""
     return f"{us / 1e3:.3f} ms" if us < 1e6 else f"{us / 1e6:.3f} s"
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """Format a size: ``1.50 GiB``."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{int(count)} B"
 
 
-def _count(number: int, what: str) -> str:
+def count_text(number: int, what: str) -> str:
+    """Format a number of things: ``1 stage``, ``2 batches``."""
     if number == 1:
         return f"1 {what}"
     return f"{number} {what}es" if what.endswith("ch") else f"{number} {what}s"

@@ -85,6 +85,9 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     opaque: str = ""
     """Description of the user's code that runs as this single opaque operator and cannot be split; '' for torch's
     operators."""
+    source: str = ""
+    """Line of the user's code that called it when it was traced, such as 'examples/tutorial.py:27'; '' if not
+    known."""
 
 
 class TaskGraph(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import traceback
 import types
@@ -63,6 +64,10 @@ class Offence(BaseException):
 
 _OWN = ("rannd.graph", "rannd.runtime")
 """Packages whose frames are not user code."""
+
+_FRAME = re.compile(r'^ *File "(.*)", line (\d+), in ', re.MULTILINE)
+_LONGEST_FILE = 100
+"""Characters of a folder and a file."""
 
 HARMLESS_HOOKS = (save_on_cpu,)
 """Hooks of saved tensors that only change where these are stored."""
@@ -159,6 +164,13 @@ def place_of(model: nn.Module, frames: list[types.FrameType]) -> SourceLocation:
         if isinstance(owner, nn.Module) and id(owner) in names and names[id(owner)] not in modules:
             modules.append(names[id(owner)])
     return SourceLocation((*(name for name in modules if name), ""), line, exact=bool(innermost))
+
+
+def source_line(stack: str) -> str:
+    """Return the innermost line of user code in a stack as torch.fx writes it: ``examples/tutorial.py:27``, or ''."""
+    own = (sys.modules["torch"].__path__[0], *(sys.modules[name].__path__[0] for name in _OWN if name in sys.modules))
+    found = [(file, line) for file, line in _FRAME.findall(stack) if not file.startswith((*own, "<"))]
+    return f"{'/'.join(found[-1][0].split('/')[-2:])[-_LONGEST_FILE:]}:{found[-1][1]}" if found else ""
 
 
 def described(model: nn.Module, path: str) -> str:

@@ -45,7 +45,7 @@ from rannd.graph.stored.operator_grammar import FUNCTIONS, check_operator
 from rannd.graph.stored.soundness import check_sound
 from rannd.graph.stored.trace_grammar import MOST_CONSTANT_BYTES, MOST_GRAPH_BYTES, check_trace
 
-FORMAT = 5
+FORMAT = 6
 _PYTHON: Mapping[str, Any] = {"_operator": operator, "math": math, "torch": torch}
 """Python modules whose functions (`FUNCTIONS`) a graph may call besides operators."""
 
@@ -214,7 +214,8 @@ def _graph(graph: Graph, root: nn.Module) -> dict[str, Any]:
         else:
             raise Uncodable(f"a node of kind {node.op}")
         kwargs = argument(node.kwargs, numbers) if node.kwargs else None
-        nodes.append([node.op, node.name, target, argument(args, numbers), kwargs, value, node.meta.get("module", "")])
+        told = (node.meta.get("module", ""), node.meta.get("source", ""))
+        nodes.append([node.op, node.name, target, argument(args, numbers), kwargs, value, *told])
     return {"nodes": nodes, "values": [value_data(value) for value in values], "inner": inner}
 
 
@@ -230,7 +231,7 @@ def _to_graph(
     graph = Graph()
     nodes: list[Node] = []
     targets: dict[tuple[str, ...], Any] = {}
-    for op, name, target, args, kwargs, value, module in data["nodes"]:
+    for op, name, target, args, kwargs, value, module, source in data["nodes"]:
         given = to_argument(args, nodes)
         if op == "call_function":
             key = tuple(target)
@@ -244,7 +245,7 @@ def _to_graph(
         node = graph.create_node(op, target, given, to_argument(kwargs, nodes) if kwargs else {}, name=name)
         if op == "placeholder":
             node.target = node.name  # torch.fx writes it into the code as it is; the name is one of its own by now
-        node.meta = {"val": values[value], "module": module}
+        node.meta = {"val": values[value], "module": module, "source": source}
         nodes.append(node)
     return graph
 

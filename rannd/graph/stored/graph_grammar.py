@@ -62,11 +62,12 @@ class GraphRule:
             self._value(value, 0)
         begun = False
         for number, node in enumerate(nodes):
-            if not isinstance(node, list) or len(node) != 7:
+            if not isinstance(node, list) or len(node) != 8:
                 broken("a node", node)
-            op, name, target, args, kwargs, value, module = node
+            op, name, target, args, kwargs, value, module, source = node
             identifier(name)
             text(module)
+            text(source)
             if type(value) is not int or not 0 <= value < len(values):
                 broken("a node's value", value)
             if op == "call_function":

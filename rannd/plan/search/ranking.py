@@ -18,6 +18,7 @@ from rannd.plan.search.candidates import Candidate, EvenSplit
 from rannd.plan.simulate.layout import layout_and_costs, loss_layout
 from rannd.plan.simulate.least_time import least_us
 from rannd.plan.simulate.simulator import predict
+from rannd.plan.slot_memory import busiest_us
 from rannd.plan.stage_costs.variant import Variant
 from rannd.profile.costs import CostTable
 
@@ -39,6 +40,8 @@ class Simulated(msgspec.Struct, frozen=True):
     plan: Candidate
     at_least: bool = False
     """Whether `step_us` is a lower bound, with which the plan cannot win, so that it was not simulated."""
+    busy_us: float = 0.0
+    """See `busiest_us`; 0: not known."""
 
 
 class Ranking(msgspec.Struct, frozen=True):
@@ -135,7 +138,7 @@ def rank(
     for other in played[1:]:
         plan = other.plan
         if plan.choice.replicas != chosen.choice.replicas:
-            found = Alternative(plan.name, other.step_us, plan.most_bytes, 0, other.at_least)
+            found = Alternative(plan.name, other.step_us, plan.most_bytes, 0, other.at_least, other.busy_us)
             told.setdefault(plan.choice.replicas, found)
     for plan in over:
         told.setdefault(plan.choice.replicas, Alternative(plan.name, 0.0, plan.most_bytes, plan.over_bytes))
@@ -163,9 +166,10 @@ class _Compared:
         if len(plan.choice.replicas) > 1:
             self._least[len(self.played)] = given.least_us(delays=True)
         delays = plan.choice.variant.schedule in DELAYING
-        found = Simulated(given.least_us(delays=delays), plan, at_least=True)
+        busy_us = busiest_us(given.deployment)
+        found = Simulated(given.least_us(delays=delays), plan, at_least=True, busy_us=busy_us)
         if _preference(found) < self._below:
-            found = Simulated(given.step_us(), plan)
+            found = Simulated(given.step_us(), plan, busy_us=busy_us)
         if _preference(found) < self._below:
             self._below, self.deployment = _preference(found), given.deployment
         self.played.append(found)

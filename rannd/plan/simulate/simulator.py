@@ -46,6 +46,11 @@ def simulate(program: Program, costs: StepCosts, *, record: bool = False) -> Sim
     return _simulation(program.layout, costs, play(program, costs, record=record), peaks, record=record)
 
 
+def timeline_of(program: Program, costs: StepCosts) -> Simulation:
+    """Simulate one step of `program` with its events, and without memory; PlanError if it deadlocks."""
+    return _simulation(program.layout, costs, play(program, costs, record=True), (), record=True)
+
+
 def predict(schedule: str, layout: Layout, costs: StepCosts, *, memory: bool = True) -> Simulation:
     """Return what `simulate` predicts for `layout` under `schedule`, much faster for large jobs.
 

@@ -1,7 +1,7 @@
 """The command `rannc-cache`: inspects and clears this user's cache on this node.
 
-Its larger subcommands are in why.py, prune.py and export_import.py. It starts the daemon if it does not run, as a job
-does.
+Its larger subcommands are in show_entry.py, why.py, prune.py and export_import.py. It starts the daemon if it does not
+run, as a job does.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ import rich.table
 
 from rannd.daemon.cli_common import Commands, duration_text, print_json, size_text
 from rannd.daemon.client.requests import DaemonSession
-from rannd.daemon.common.compression import PackedValue
-from rannd.daemon.common.keys import measured_key, summary
-from rannd.daemon.common.printable import plain
+from rannd.daemon.common.keys import summary
 from rannd.daemon.common.protocol import EntryInfo, KindCount
 from rannd.daemon.common.versions import version
-from rannd.errors import DeploymentError, ProtocolError
-from rannd.plan.deployment import Deployment, decode
-from rannd.plan.measured_step import MeasuredStep, decode_measured
-from rannd.plan.plan_text import show as plan_text
-from rannd.plan.plan_text import show_measured, title
+from rannd.plan.plan_text import title
 from rannd.runner.cache.entries import (
     checked_kind,
-    date,
     duration,
     entries_text,
     greeted,
@@ -40,6 +33,7 @@ from rannd.runner.cache.entries import (
 )
 from rannd.runner.cache.export_import import export_command, import_command
 from rannd.runner.cache.prune import prune
+from rannd.runner.cache.show_entry import read_deployment, show
 from rannd.runner.cache.why import why
 
 CORRUPT = 1
@@ -80,77 +74,13 @@ def ls(as_json: bool) -> None:
     console.print(total_text(entries))
 
 
-@main.command()
-@click.argument("key")
-@click.option("--key", "whole_key", is_flag=True, help="Also the components of the key: all that can change the value.")
-@json_option
-def show(key: str, whole_key: bool, as_json: bool) -> None:
-    """Show the entry whose key starts with KEY; for a deployment, first the plan, and what its steps took."""
-    session = greeted()
-    entry = only(session, key)
-    plan, problem = _deployment(session, entry)
-    measured, damage = _measured(session, entry, plan)
-    if as_json:
-        told = {name: getattr(entry, name) for name in entry.__struct_fields__}
-        print_json({**told, "deployment": plan, "measured": measured} if entry.kind == "deployment" else told)
-        return
-    if problem:
-        click.echo(f"The deployment cannot be shown: {problem}\n")
-    elif plan is not None:
-        click.echo(plan_text(plan) + "\n")
-    if damage:
-        click.echo(f"What its steps took cannot be shown: {damage}\n")
-    elif plan is not None and measured is not None:
-        click.echo(show_measured(plan, measured) + "\n")
-    now = time.time()
-    click.echo(f"key        {entry.key}")
-    click.echo(f"kind       {entry.kind}, format {entry.format}, written by rannd {plain(entry.rannd)}")
-    click.echo(f"created    {date(entry.created)}, {duration_text(now - entry.created)} ago")
-    click.echo(f"last used  {date(entry.used)}, {duration_text(now - entry.used)} ago, {entry.hits} hits")
-    click.echo(f"length     {entry.length} bytes")
-    click.echo(f"checksum   {entry.checksum}")
-    if not whole_key:
-        return
-    click.echo("components")
-    for name, text in sorted(entry.components.items()):
-        click.echo(plain(f"  {name} = {text}"))
-
-
-def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | None, str]:
-    """Return the deployment of an entry, or why it is not available; (None, '') for entries of other kinds."""
-    if entry.kind != "deployment":
-        return None, ""
-    (value,) = session.values([entry])
-    return _read(value)
-
-
-def _measured(session: DaemonSession, entry: EntryInfo, plan: Deployment | None) -> tuple[MeasuredStep | None, str]:
-    """Return what steps of an entry's deployment took, or why that cannot be; (None, '') if it is not known."""
-    found = list(session.entries(measured_key(entry.key).digest)) if plan is not None else []
-    if plan is None or not found:
-        return None, ""
-    (value,) = session.values(found)
-    if value is None:
-        return None, ""
-    try:
-        return decode_measured(value.plain(), plan), ""
-    except (DeploymentError, ProtocolError) as exc:
-        return None, str(exc)
-
-
-def _read(value: PackedValue | None) -> tuple[Deployment | None, str]:
-    if value is None:
-        return None, "it no longer exists"
-    try:
-        return decode(value.plain()), ""
-    except (DeploymentError, ProtocolError) as exc:
-        return None, str(exc)
-
-
 def _titles(session: DaemonSession, entries: Sequence[EntryInfo]) -> dict[str, str]:
     """Return the model and the stages of each deployment that names its model, by the key of its entry."""
     deployments = [entry for entry in entries if entry.kind == "deployment"]
-    plans = ((entry, _read(value)[0]) for entry, value in zip(deployments, session.values(deployments), strict=True))
+    plans = (
+        (entry, read_deployment(value)[0])
+        for entry, value in zip(deployments, session.values(deployments), strict=True)
+    )
     return {entry.key: title(plan) for entry, plan in plans if plan is not None and plan.model}
 
 
@@ -238,5 +168,5 @@ def _row(entry: EntryInfo, title: str) -> tuple[str, ...]:
     return (entry.kind, entry.key, *ages, size_text(entry.length), what)
 
 
-for _command in (why, prune, export_command, import_command):
+for _command in (show, why, prune, export_command, import_command):
     main.add_command(_command)

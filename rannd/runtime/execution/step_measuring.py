@@ -10,7 +10,7 @@ next call, which all of them count alike; such a call is not measured::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,14 @@ from rannd.daemon.common.keys import Key, measured_key
 from rannd.errors import UsageError
 from rannd.plain_file import PlainFile
 from rannd.plan.deployment import Deployment
-from rannd.plan.measured_step import MEASURED_FORMAT, MeasuredStep, RankTimes, encode_measured
+from rannd.plan.measured_step import (
+    MEASURED_FORMAT,
+    MOST_EVENTS,
+    MeasuredStep,
+    RankTimes,
+    StepEvent,
+    encode_measured,
+)
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.simulate.layout import step_costs
 from rannd.plan.simulate.simulator import simulate
@@ -40,7 +47,7 @@ TRACED = 10
 """Number of the step, of those as they were planned, whose timeline is written."""
 
 _FILE = PlainFile("timeline", "event_trace_file", UsageError, 1 << 40)
-_RANK = msgspec.msgpack.Decoder(tuple[RankTimes, FirstMessages])
+_RANK = msgspec.msgpack.Decoder(tuple[RankTimes, FirstMessages, RankSteps])
 _STEPS = msgspec.msgpack.Decoder(RankSteps)
 
 
@@ -143,10 +150,14 @@ class StepMeasuring:
         stages = [number for number, stage in enumerate(deployment.stages) if slot in stage.slots]
         mine = rank_times(self._recorder.rows(), slot, stages)
         firsts = FirstMessages.of(self._recorder.rows(), slot, self._world.slots[slot].node)
-        data = self._world.gather_bytes(msgspec.msgpack.encode((mine, firsts)))
+        steps = self._latest_step(self._recorder)
+        if len(steps.events) > MOST_EVENTS // len(self._world.slots):
+            steps = msgspec.structs.replace(steps, events=())
+        data = self._world.gather_bytes(msgspec.msgpack.encode((mine, firsts, steps)))
         told = sorted((_RANK.decode(each) for each in data), key=lambda rank: rank[0].slot)
-        found = flights([each for _, each in told], deployment)
-        return MeasuredStep(MEASURED_FORMAT, tuple(rank for rank, _ in told), found)
+        found = flights([each for _, each, _ in told], deployment)
+        events = _joined([each for *_, each in told])
+        return MeasuredStep(MEASURED_FORMAT, tuple(rank for rank, *_ in told), found, events)
 
     def _store(self, measured: MeasuredStep) -> None:
         key, client = self._planned.key, self._cache.client
@@ -219,6 +230,14 @@ class StepMeasuring:
         )
         events = simulate(program, costs, record=True).events
         return [msgspec.structs.replace(each, start_us=each.start_us + start_us) for each in events]
+
+
+def _joined(ranks: Sequence[RankSteps]) -> tuple[StepEvent, ...]:
+    """Return the events of a step of all ranks; none if a rank has not recorded this one."""
+    if not all(rank.events and rank.number == ranks[0].number for rank in ranks):
+        return ()
+    events, _ = join(ranks)
+    return tuple(StepEvent(each.slot, each.category, max(each.start_us, 0.0), each.us, each.name) for each in events)
 
 
 def is_planned(bound: BoundGraph, rows: int, deployment: Deployment) -> bool:

@@ -33,6 +33,7 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
 from rannd.plan.search.ranking import simulated_us
+from rannd.plan.simulate.plan_records import with_records
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.points import Measured, is_plausible
 from rannd.ranks import core_share
@@ -233,12 +234,14 @@ def run(request: Request) -> int:
         except (RanndError, KeyError):  # a part that was not measured: the job itself will say what is wrong
             continue
         found = replayed(request.task, blocks, of_blocks, found, request.options, interleaved=request.interleaved)
+        found = with_records(request.task, blocks, costs, found, request.options)
         own = {"call_us": runtime.call_us, "host_us": runtime.host_us}
         found = msgspec.structs.replace(found, made=request.made, model=request.model, **own)
         if wanted.instead is None:
             stored += client.put(wanted.key, encode(found))
             continue
         now = with_costs(request.task, wanted.instead, measured, profile, correction)
+        now = with_records(request.task, blocks, costs, now, request.options)
         before_us = simulated_us(request.task, costs, now, request.options)
         if found.step_us > (1 - FASTER) * before_us:
             _predict_anew(client, wanted, msgspec.structs.replace(now, step_us=before_us, **own))

@@ -45,6 +45,7 @@ from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_
 from rannd.plan.plan_options import AUTO
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
+from rannd.plan.simulate.plan_records import with_records
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
@@ -568,6 +569,7 @@ class Planner:
         deployment = replayed(
             self._graph.task, blocks, costs.blocks, deployment, self._options, interleaved=self._interleaved
         )
+        deployment = with_records(self._graph.task, blocks, costs, deployment, self._options)
         deployment = msgspec.structs.replace(
             deployment,
             made=target.made,

@@ -93,7 +93,8 @@ def size(data: Any) -> Callable[[dict[str, Any]], None]:
 
 def extra_node(data: dict[str, Any], name: str, *args: Any) -> None:
     """Call a function of Python's operator module."""
-    data["graph"]["nodes"].insert(-1, ["call_function", "more", ["py", "_operator", name], ["t", *args], None, 0, ""])
+    node = ["call_function", "more", ["py", "_operator", name], ["t", *args], None, 0, "", ""]
+    data["graph"]["nodes"].insert(-1, node)
 
 
 def symbols(count: int, first: int = 0) -> list[Any]:
@@ -113,6 +114,8 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "code as the target of a placeholder": lambda data: node(data, "placeholder").__setitem__(2, CODE),
     "code as a node's name": lambda data: node(data, "placeholder").__setitem__(1, CODE),
     "code as a keyword": called("gelu", 4, ["d", CODE, 1]),
+    "code as a source line": lambda data: node(data, "placeholder").__setitem__(7, [CODE]),
+    "a source line without end": lambda data: node(data, "placeholder").__setitem__(7, "x" * 2**20),
     "a keyword of Python's": lambda data: node(data, "placeholder").__setitem__(1, "lambda"),
     "the module itself": lambda data: node(data, "placeholder").__setitem__(1, "self"),
     "an argument after other nodes": lambda data: data["graph"]["nodes"].append(node(data, "placeholder")),
@@ -204,7 +207,8 @@ def test_a_trace_is_refused_before_anything_is_built(name: str, monkeypatch: pyt
     assert ran == []
 
 
-GRAPH_OF_OUTPUT = {"nodes": [["output", "output", "output", ["t", None], None, 0, ""]], "values": [None], "inner": {}}
+OUTPUT_NODE = ["output", "output", "output", ["t", None], None, 0, "", ""]
+GRAPH_OF_OUTPUT = {"nodes": [OUTPUT_NODE], "values": [None], "inner": {}}
 
 
 @pytest.mark.parametrize("target", ["to_folder", "_\uff3fclass__._\uff3finit__", "inner", "numpy"])
@@ -212,12 +216,12 @@ def test_a_graph_calls_nothing_but_graphs(target: str, tmp_path: Path) -> None:
     """torch's `wrap` calls its first argument; it wrote files when that was a method of the graph's own module."""
     model, made = Model(), tmp_path / "made"
     data = plain_trace(model)
-    call = ["call_function", "y", ["hop", "wrap", ""], ["t", ["n", 1], str(made), "M"], None, 0, ""]
+    call = ["call_function", "y", ["hop", "wrap", ""], ["t", ["n", 1], str(made), "M"], None, 0, "", ""]
     nodes = [
-        ["placeholder", "x", "placeholder", ["t"], None, 0, ""],
-        ["get_attr", "f", target, ["t"], None, 0, ""],
+        ["placeholder", "x", "placeholder", ["t"], None, 0, "", ""],
+        ["get_attr", "f", target, ["t"], None, 0, "", ""],
         call,
-        ["output", "output", "output", ["t", ["t"]], None, 0, ""],
+        ["output", "output", "output", ["t", ["t"]], None, 0, "", ""],
     ]
     inner = {"to_folder": GRAPH_OF_OUTPUT} if target == "to_folder" else {}
     data["decisions"] = [{"nodes": nodes, "values": [None], "inner": inner}, {}, [], []]
