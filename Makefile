@@ -31,7 +31,7 @@ GPU_WHEELS := $(wildcard .gpu/wheels/*)
 GPU_STAMP := $(if $(GPU_WHEELS),.gpu/venv/.set-up,$(STAMP))
 GPU_PY := $(if $(GPU_WHEELS),.gpu/venv/bin/python,$(PY))
 
-.PHONY: help setup demo test test-long test-full test-torch test-soak test-chosen bench gpu gpu-wheels lint lock clean
+.PHONY: help setup demo test test-long test-full test-torch test-soak test-chosen bench gpu gpu-wheels lint lock browser clean
 
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
@@ -78,13 +78,17 @@ lint: $(STAMP)
 # Bytecode is kept, also where the caller's environment says otherwise: each rank imports most of rannd.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: lint $(LAUNCHERS)
+# Chromium, for the tests of pages; without it they are skipped, or in CI fail.
+browser:
+	@.ci/browser
+
+test: lint $(LAUNCHERS) browser
 	$(PYTEST) -m "not long and not full"
 
 test-long: $(STAMP) $(LAUNCHERS)
 	$(PYTEST) -m "long and not full"
 
-test-full: lint $(LAUNCHERS)
+test-full: lint $(LAUNCHERS) browser
 	TEST_SEED=random $(PYTEST)
 
 # A folder for each pair of torch and Python. PYTHON's version is unknown where there is no PYTHON; set-up says so.

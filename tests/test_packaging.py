@@ -39,7 +39,9 @@ PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 MODULES = {
     str(file.relative_to(ROOT)) for package in ("rannd", "pyrannc") for file in (ROOT / package).rglob("*.py")
 } | {"rannd/py.typed", "pyrannc/py.typed"}
-PACKAGED = MODULES | {f"rannd/{path}" for path in DATA}
+PAGE = {str(file.relative_to(ROOT)) for file in (ROOT / "rannd" / "runner" / "page").glob("page.*")}
+"""What pages of plans are made of."""
+PACKAGED = MODULES | PAGE | {f"rannd/{path}" for path in DATA}
 
 
 def bare(**variables: str) -> dict[str, str]:
@@ -155,6 +157,10 @@ def test_wheel_holds_the_packages_and_their_data(built: dict[str, Path]) -> None
 
 def _normal(requirement: str) -> str:
     return str(Requirement(requirement))
+
+
+def test_pages_of_plans_are_made_of_files_of_the_package() -> None:
+    assert {Path(name).suffix for name in PAGE} == {".html", ".css", ".js"}
 
 
 def test_the_lock_has_what_is_asked_for() -> None:

@@ -198,7 +198,7 @@ def _wrong(measured: MeasuredStep, deployment: Deployment) -> str:
         if not (0 <= event.slot < len(measured.ranks) and inside):
             return f"slot {event.slot} did something for {event.us} us at {event.start_us} us"
         if max(len(event.name), len(event.category)) > _LONGEST_NAME:
-            return f"an event has a name of {len(event.name)} characters"
+            return f"an event has a name of {max(len(event.name), len(event.category))} characters"
     for rank in measured.ranks:
         stages = [number for number, stage in enumerate(deployment.stages) if rank.slot in stage.slots]
         if [each.stage for each in rank.stages] != stages:

@@ -86,3 +86,10 @@ def test_a_training_that_is_measured(job: Job, tmp_path: Path, plan: dict[str, s
         assert re.search(rf" {what} +[\d.]+ ms +[\d.]+ ms +[+-][\d.]+ %$", shown, re.MULTILINE), shown
     assert ("of it weight grad" in shown) == pipeline
     assert bool(re.search(r" all-reduce +[\d.]+ ms +[\d.]+ ms ", shown)) != pipeline
+
+    entry = json.loads(job.run("rannc-cache", "show", json.loads(latest["components"]["deployment"]), "--json"))
+    for slot, names in programs.items():
+        own = [each for each in entry["measured"]["events"] if each[:2] == [slot, "compute"]]
+        assert [each[4] for each in sorted(own, key=lambda each: each[2])] == names, "the events of a step are stored"
+    texts = entry["deployment"]["table"]["texts"]
+    assert any(text.startswith("programs/measured_steps.py:") for text in texts), "lines of the script"

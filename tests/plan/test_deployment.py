@@ -15,7 +15,20 @@ from plan_instances import deploy
 
 from rannd.errors import DeploymentError
 from rannd.plan.compatibility import check_belongs, differences, plain
-from rannd.plan.deployment import FORMAT, MAX_BYTES, Alternative, Deployment, Provenance, Slot, decode, encode
+from rannd.plan.deployment import (
+    FORMAT,
+    MAX_BYTES,
+    Alternative,
+    BlockTimes,
+    Deployment,
+    EdgeCost,
+    OpTable,
+    PlannedStep,
+    Provenance,
+    Slot,
+    decode,
+    encode,
+)
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
 MADE = Provenance("Box", "measured", "0.1.0", "2.13.0")
@@ -28,7 +41,13 @@ def some() -> Deployment:
         alternatives=(Alternative("4-way data parallel", 10.0, 1000, 0), Alternative("1 stage", 0.0, 9, 7)),
     )
     assert len(made.stages) == 2
-    return made
+    count = sum(len(stage.ops) for stage in made.stages)
+    zeros = (0,) * count
+    columns = (zeros, zeros, zeros, zeros, zeros, (10,) * count, zeros, zeros)
+    edges = (EdgeCost(-1, 0, 8, 1.0, 2.0, False), EdgeCost(0, 1, 8, 1.0, 2.0, True, 8, 1.0, 2.0))
+    planned = PlannedStep((1.0, 2.0), (2.0, 3.0), (0.5, 0.0), edges, ((), (3.0,)), tied=((0, 1),), tied_us=((1.0,),))
+    table = OpTable(("", "layers"), *columns, (BlockTimes(1.0, 2.0),))
+    return msgspec.structs.replace(made, planned=planned, table=table)
 
 
 def placed(made: Deployment, slots: Sequence[tuple[int, ...]]) -> Deployment:
@@ -48,6 +67,7 @@ def test_what_is_encoded_comes_back() -> None:
     assert decode(encode(some())) == some()
     # As the first ones of this format were: without a word of how they were made.
     assert decode(changed(lambda told: told.pop("made"))).made is None
+    assert decode(changed(lambda told: [told.pop("planned"), told.pop("table")])).table is None
 
 
 def test_a_plan_with_more_microbatches_than_rows_wanted_is_one() -> None:
@@ -76,6 +96,27 @@ def test_a_plan_with_more_microbatches_than_rows_wanted_is_one() -> None:
         (lambda d: d["stages"][1].update(ops=[]), r"stages\[1\] has 2 slots and 0 operators"),
         (lambda d: d["stages"][1]["ops"].append(d["stages"][0]["ops"][0]), r"operator of stages\[1\] occurs twice"),
         (lambda d: d["stages"][1]["ops"].append(d["stages"][1]["ops"][0]), r"operator of stages\[1\] occurs twice"),
+        (lambda d: d["planned"]["edges"].reverse(), r"planned.edges are \[\(0, 1\), \(-1, 0\)\] of 2 stages"),
+        (lambda d: d["planned"]["edges"][1].__setitem__(1, 5), "planned.edges are"),
+        (lambda d: d["planned"]["edges"][1].__setitem__(0, 1), "planned.edges are"),
+        (lambda d: d["planned"]["edges"][1].__setitem__(2, -1), "planned.edges has a negative number"),
+        (lambda d: d["planned"]["edges"][1].__setitem__(3, math.nan), "planned.edges has a number out of range"),
+        (lambda d: d["planned"]["forward_us"].pop(), "planned.forward_us has 1 numbers for 2 stages"),
+        (lambda d: d["planned"]["reduce_us"].append([]), "planned.reduce_us has 3 numbers for 2 stages"),
+        (lambda d: d["planned"]["reduce_us"].__setitem__(0, [math.inf]), "planned.reduce_us has a number out of"),
+        (lambda d: d["planned"].update(after_us=[1.0]), "planned.after_us has 1 numbers for 2 stages"),
+        (lambda d: d["planned"].update(weight_us=[9.0, 0.0]), "weight_us is more than planned.backward_us"),
+        (lambda d: d["planned"].update(host_us=-1.0), "planned.host_us has a number out of range"),
+        (lambda d: d["planned"].update(tied=[[1, 0]]), r"planned.tied is \(\(1, 0\),\) with 1 reductions"),
+        (lambda d: d["planned"].update(tied=[[0, 7]]), "planned.tied is"),
+        (lambda d: d["planned"].update(tied_us=[]), "planned.tied is .* with 0 reductions"),
+        (lambda d: d["table"]["flops"].pop(), "table.flops has 9 entries for 10 operators"),
+        (lambda d: d["table"]["modules"].__setitem__(3, 2), "table.modules has a number out of range"),
+        (lambda d: d["table"]["sources"].__setitem__(3, -1), "table.sources has a number out of range"),
+        (lambda d: d["table"]["flops"].__setitem__(3, 1 << 60), "table.flops has a number out of range"),
+        (lambda d: d["table"]["blocks"].__setitem__(3, -1), "table.blocks has a number out of range"),
+        (lambda d: d["table"].update(texts=[1]), "not a deployment"),
+        (lambda d: d["table"].update(block_times=[[-1.0, 0.0]]), "table.block_times has a number out of range"),
         (lambda d: d.update(microbatches=0), "microbatches is 0"),
         (lambda d: d.update(microbatches=-3), "microbatches is -3"),
         (lambda d: d.update(microbatches=1 << 60), "microbatches is 1152921504606846976"),

@@ -17,6 +17,7 @@ from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment
 from rannd.plan.measured_step import (
     MEASURED_FORMAT,
+    MOST_EVENTS,
     EdgeWaits,
     MeasuredStep,
     RankTimes,
@@ -70,6 +71,12 @@ def test_a_step_takes_as_long_as_the_slowest_rank_from_the_agreement_on() -> Non
     [
         (lambda d: d.update(flights=[[0, 9, False, 1.0]]), "from stage 0 to 9"),
         (lambda d: d.update(flights=[[0, 1, False, -1.0]]), "were -1.0 us on their way"),
+        (lambda d: d.update(events=[[4, "compute", 0.0, 1.0, "F0"]]), "slot 4 did something for 1.0 us"),
+        (lambda d: d.update(events=[[0, "compute", -1.0, 1.0, "F0"]]), "did something for 1.0 us at -1.0 us"),
+        (lambda d: d.update(events=[[0, "compute", 0.0, math.nan, "F0"]]), "did something for nan us"),
+        (lambda d: d.update(events=[[0, "compute", 0.0, 1.0, "F" * 65]]), "an event has a name of 65 characters"),
+        (lambda d: d.update(events=[[0, "x" * 65, 0.0, 1.0, "F0"]]), "an event has a name of 65 characters"),
+        (lambda d: d.update(events=[[0, "c", 0.0, 1.0, ""]] * (MOST_EVENTS + 1)), "8001 events, more than 8000"),
         (lambda d: d.update(format=MEASURED_FORMAT + 1), "format 3, this version of rannd reads 2"),
         (lambda d: d.pop("ranks"), "missing required field `ranks`"),
         (lambda d: d["ranks"].pop(), "3 ranks, of 4 devices"),

@@ -166,7 +166,7 @@ def place_of(model: nn.Module, frames: list[types.FrameType]) -> SourceLocation:
     return SourceLocation((*(name for name in modules if name), ""), line, exact=bool(innermost))
 
 
-def user_line(stack: str) -> str:
+def source_line(stack: str) -> str:
     """Return the innermost line of user code in a stack as torch.fx writes it: ``folder/file.py:12``, or ''."""
     own = (sys.modules["torch"].__path__[0], *(sys.modules[name].__path__[0] for name in _OWN if name in sys.modules))
     found = [(file, line) for file, line in _FRAME.findall(stack) if not file.startswith((*own, "<"))]

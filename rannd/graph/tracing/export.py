@@ -39,7 +39,7 @@ from rannd.graph.modules.contained_objects import same_arrays
 from rannd.graph.modules.cpp_functions import watch_cpp_functions
 from rannd.graph.modules.foreign_rng import unchanged, watch_foreign_rng
 from rannd.graph.modules.guards import kept
-from rannd.graph.modules.source_location import NodesUnseen, user_line, watch_gradients
+from rannd.graph.modules.source_location import NodesUnseen, source_line, watch_gradients
 from rannd.graph.tracing.leaf_recorder import in_place
 from rannd.graph.tracing.on_device import seen_on
 from rannd.graph.tracing.simplify import simplify
@@ -329,7 +329,7 @@ def _outputs_are_ops(graph: Graph, spec: pytree.TreeSpec, device: torch.device) 
 def _make_plain(root: GraphModule, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None, device: torch.device) -> None:
     """Reduce the metadata of all nodes to value, module and source, as plain data."""
     for node in root.graph.nodes:
-        source = user_line(node.meta.get("stack_trace") or "")
+        source = source_line(node.meta.get("stack_trace") or "")
         value = abstract(node.meta.get("val"), lengths, device.type)
         node.meta = {"val": value, "module": _module_of(node), "source": source}
         if node.op == "get_attr":

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import html
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from string import Template
 from typing import NamedTuple
@@ -30,8 +31,10 @@ from rannd.runner.page.plan_verdict import MEMORY_NAMES, costs, edges, memory, v
 
 MOST_BYTES = 2_000_000
 """Of a page."""
-_TABLE_SIZES = (20_000, 10_000, 5000, 2000, 500, 0)
-"""Numbers of operators that are listed, the first with which the page is small enough."""
+_SIZES = ((20_000, 4000), (10_000, 1000), (5000, 500), (2000, 200), (500, 100), (0, 0))
+"""Numbers of operators, and of layers, that are listed: the first with which the page is small enough."""
+_FEW = 100
+"""Rows of what is left where that is not enough."""
 _LONGEST = 120
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -55,11 +58,11 @@ def page(entry: Entry, written: str, other: Entry | None = None) -> bytes:
     found = page_data(entry, written, other)
     parts = {name: (files(__package__) / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     made = b""
-    for most in _TABLE_SIZES:
-        made = _filled(replace(found, ops=_first(found.ops, most)), parts)
+    for ops, layers in _SIZES:
+        made = _filled(replace(found, ops=_first(found.ops, ops), stages=_with_layers(found.stages, layers)), parts)
         if len(made) <= MOST_BYTES:
-            break
-    return made
+            return made
+    return _filled(_cut(replace(found, ops=_first(found.ops, 0), stages=_with_layers(found.stages, 0))), parts)
 
 
 def _filled(found: PlanPage, parts: dict[str, str]) -> bytes:
@@ -94,6 +97,32 @@ def _first(ops: Ops, most: int) -> Ops:
     for name in ("target", "module", "source", "dtype"):
         columns[name] = tuple(used.setdefault(number, len(used)) for number in columns[name])
     return Ops(texts=tuple(ops.texts[number] for number in used), left_out=count - most, **columns)
+
+
+def _with_layers(stages: Sequence[PageStage], most: int) -> tuple[PageStage, ...]:
+    """The stages with at most so many layers together."""
+    found = []
+    for stage in stages:
+        shown = stage.layers[:most]
+        most -= len(shown)
+        found.append(replace(stage, layers=shown, left_out=len(stage.layers) - len(shown)))
+    return tuple(found)
+
+
+def _cut(found: PlanPage) -> PlanPage:
+    """What is left of a page of thousands of stages."""
+    compared = found.against
+    return replace(
+        found,
+        shortened=f"The plan is too large for a page: at most {_FEW} of each kind are listed, no timeline is drawn.",
+        timelines=(),
+        uses=tuple(each for each in found.uses if each.critical)[:1],
+        memory=tuple(sorted(found.memory, key=lambda each: -each.used)[:_FEW]),
+        stages=found.stages[:_FEW],
+        edges=found.edges[:_FEW],
+        text=found.text[:100_000],
+        against=None if compared is None else replace(compared, rows=compared.rows[:_FEW]),
+    )
 
 
 def page_data(entry: Entry, written: str, other: Entry | None = None) -> PlanPage:

@@ -104,7 +104,7 @@ function drawCosts() {
     const critical = page.uses.find((each) => each.critical);
     const step = critical.forward_us + critical.backward_us + critical.reduce_us + critical.idle_us;
     section.append(make("p", {}, `Devices ${critical.devices}, stage ${critical.stages}, compute longest: `
-      + `${time(critical.forward_us + critical.backward_us)} of ${time(step)}. The step cannot be shorter than that; `
+      + `${time(critical.forward_us + critical.backward_us)} of ${time(step)}. With this plan and these costs a step cannot be shorter than that; `
       + "less work there, or less waiting, makes it shorter."));
     section.append(legend([["c0", "forward"], ["c1", "backward"], ["c4", "reductions, alone"], ["c6", "waiting, transfers, the runtime"]]));
     section.append(make("div", { class: "bars", role: "list", "aria-label": "What devices spend the step for" },
@@ -132,7 +132,7 @@ function drawMemory() {
   const largest = Math.max(...page.memory.map((each) => each.used), ...sums, 1);
   const near = page.memory_limit && page.memory_limit <= 3 * largest;
   const whole = near ? Math.max(largest, page.memory_limit) : largest;
-  section.append(make("p", { class: "small faint" }, "Parts are maxima, each at a moment of its own; the dark line is the most "
+  section.append(make("p", { class: "small faint" }, "Parts are maxima, each at a moment of its own; the line across is the most "
     + "that is in use at a time, which is what counts against the limit"
     + (page.memory_limit ? ` of ${bytes(page.memory_limit)} per device${near ? "" : ", far to the right of these bars"}.` : ".")));
   section.append(legend([...page.memory_names.map((name, place) => [`m${place}`, name]), ["ink thin", "in use at a time"],
@@ -200,7 +200,7 @@ function drawTimeline() {
       + `from ${time(start)} to ${time(start + length)}: ${time(length)}`;
   };
   function draw() {
-    const color = style();
+    const color = style(), dark = matchMedia("(prefers-color-scheme: dark)").matches;
     for (const row of rows) {
       const { canvas, line } = row, e = line.events;
       const width = canvas.clientWidth || 800, height = HEAD + HEIGHT * line.slots.length + 4;
@@ -247,7 +247,7 @@ function drawTimeline() {
         pen.fillRect(x, y, wide > 3 ? wide - 0.6 : wide, computes ? 18 : 6);
         const text = e.names[e.name[place]];
         if (computes && wide > 8 + 7 * text.length) {
-          pen.fillStyle = "#fff";
+          pen.fillStyle = dark ? "#0c1116" : e.kind[place] === 1 ? "#1f1404" : "#fff";
           pen.fillText(text, Math.max(x, left) + 4, y + 9);
         }
         if (place === row.picked) {
@@ -415,7 +415,8 @@ function drawGraph() {
       } } }, summary);
       body.append(inner);
     }
-    if (!stage.layers.length) body.append(make("p", { class: "faint small" }, "Its operators are listed below by name; more is not known of them."));
+    if (stage.left_out) body.append(make("p", { class: "faint small" }, `${plural(stage.left_out, "layer")} more are left out of this page.`));
+    else if (!stage.layers.length) body.append(make("p", { class: "faint small" }, "Its operators are listed below by name; more is not known of them."));
     section.append(make("details", { class: "stage", open: place === 0 }, make("summary", {}, `Stage ${place}: ${stage.modules || stage.name}`,
       make("span", { class: "small faint" }, ` ${plural(stage.ops, "operator")} on ${plural(stage.replicas, "replica")}`)), body));
   });
@@ -480,6 +481,7 @@ function drawOperators() {
 }
 
 find("written").textContent = `${page.key} · ${page.written}`;
+if (page.shortened) find("written").after(make("p", { class: "bad" }, page.shortened));
 for (const draw of [drawVerdict, drawCosts, drawMemory, drawTimeline, drawGraph, drawDifference, drawOperators]) draw();
 for (const section of document.querySelectorAll("main > section:not([hidden])"))
   find("contents").append(make("a", { href: `#${section.id}` }, section.querySelector("h2").textContent));

@@ -127,6 +127,8 @@ class PageStage(msgspec.Struct, frozen=True):
     recomputes: str
     ops: int
     layers: tuple[Layers, ...]
+    left_out: int = 0
+    """Layers that would have made the page too large."""
 
 
 class PageEdge(msgspec.Struct, frozen=True):
@@ -198,6 +200,8 @@ class PlanPage(msgspec.Struct, frozen=True):
     against: Against | None
     text: str
     """The plan as `rannc-cache show` prints it."""
+    shortened: str = ""
+    """What is left out of the page."""
 
 
 KINDS = ("forward", "backward", "weight gradients", "receive", "reduce", "send", "wait", "other")

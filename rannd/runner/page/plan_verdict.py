@@ -166,8 +166,8 @@ def costs(deployment: Deployment) -> tuple[Cost, ...]:
 
 
 def _blocks(deployment: Deployment, table: OpTable) -> list[Cost]:
-    """Forward and backward of the blocks, of all microbatches of a replica."""
-    found = []
+    """Forward and backward of the blocks, of all microbatches of a replica; those that take the same together."""
+    found: dict[tuple[str, float], tuple[list[int], str]] = {}
     first = 0
     for number, stage in enumerate(deployment.stages):
         places: dict[int, list[int]] = {}
@@ -179,9 +179,12 @@ def _blocks(deployment: Deployment, table: OpTable) -> list[Cost]:
                 continue
             us, modules = table.block_times[block], _modules(table, own)
             for what, each in (("forward", us.forward_us), ("backward", us.backward_us)):
-                cost = Cost(f"{what}, block {block} of stage {number}", modules, each * stage.estimate.pieces)
-                found.append(cost)
-    return found
+                name = f"{what}, stage {number}", each * stage.estimate.pieces
+                found.setdefault(name, ([], modules))[0].append(block)
+    return [
+        Cost(f"{what}, block {own[0]}" + (f" and {len(own) - 1} alike, each" if own[1:] else ""), modules, us)
+        for (what, us), (own, modules) in found.items()
+    ]
 
 
 def _modules(table: OpTable, places: Sequence[int]) -> str:

@@ -90,5 +90,6 @@ def _line(events: Sequence[Event], unit: float, columns: int) -> str:
         end = min(max(round((event.start_us + event.us) / unit), first + 1), columns)
         # A name that has no room has its letter; a number that was cut off would be another one.
         name = event.name if len(event.name) <= end - first else event.name[:1]
-        cells[first:end] = f"{name:-<{end - first}}"
+        fill = "R" if event.category == REDUCE else "-"
+        cells[first:end] = f"{name:{fill}<{end - first}}"
     return "".join(cells)

@@ -31,6 +31,7 @@ from rannd.plan.measured_step import (
 from rannd.plan.plan_text import show, show_measured
 from rannd.runner.cache.cache_command import main as rannc_cache
 from rannd.runner.cache.entries import greeted
+from rannd.runner.page.terminal_drawing import drawn
 
 DEPLOYMENT = deployment(64)
 
@@ -119,7 +120,7 @@ def test_show_of_a_deployment_begins_with_its_plan(daemon_home) -> None:
         assert job.put(PROFILES[0], bytes(10))
     told = cache("show", DEPLOYMENT.short)
     assert told.returncode == 0
-    assert told.stdout.startswith(f"{show(plan)}\n\nkey        {DEPLOYMENT.digest}\n")
+    assert told.stdout.startswith(f"{show(plan)}\n\n{drawn(plan)}\n\nkey        {DEPLOYMENT.digest}\n")
     entry = json.loads(cache("show", DEPLOYMENT.short, "--json").stdout)
     assert entry["components"] == DEPLOYMENT.components
     assert msgspec.convert(entry["deployment"], Deployment) == plan
@@ -140,7 +141,8 @@ def test_show_of_a_deployment_that_ran_has_what_its_steps_took(daemon_home) -> N
         assert job.put(DEPLOYMENT, encode(plan))
         assert job.put(key, encode_measured(measured))
     told = cache("show", DEPLOYMENT.short).stdout
-    assert told.startswith(f"{show(plan)}\n\n{show_measured(plan, measured)}\n\nkey        {DEPLOYMENT.digest}\n")
+    took = show_measured(plan, measured)
+    assert told.startswith(f"{show(plan)}\n\n{drawn(plan)}\n\n{took}\n\nkey        {DEPLOYMENT.digest}\n")
     entry = json.loads(cache("show", DEPLOYMENT.short, "--json").stdout)
     assert msgspec.convert(entry["measured"], MeasuredStep) == measured
     assert f"steps of {DEPLOYMENT.short}" in cache("ls").stdout
