@@ -15,7 +15,7 @@ from rannd.errors import DeploymentError
 
 FORMAT = 3
 MAX_BYTES = 64 * 2**20
-"""Maximum size; a graph of 10,000 operators takes less than a fiftieth of it."""
+"""Maximum size; a graph of 10,000 operators takes less than a hundredth of it."""
 _MOST_SLOTS = 1 << 16
 _MOST_PIECES = 1 << 20
 """Microbatches of all ranks: a program has actions for each. More than any plan for 65,536 ranks has."""
@@ -122,7 +122,7 @@ class Alternative(msgspec.Struct, frozen=True):
     at_least: bool = False
     """Whether `step_us` is a lower bound, with which the plan could not win, so that it was not simulated."""
     busy_us: float = 0.0
-    """Forwards and backwards of the device that computes longest; 0: not known."""
+    """Forwards and backwards of the device that computes longest, by the estimates of its stages; 0: not known."""
 
 
 OFFLOAD = "offload"

@@ -1,4 +1,4 @@
-"""Memory of the devices of a deployment: a slot with several stages holds all of them, and computes one at a time."""
+"""Memory and work of the devices of a deployment: a slot with several stages holds all, and computes one at a time."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ def slot_bytes(deployment: Deployment, slot: int) -> int:
 def fullest_bytes(deployment: Deployment) -> int:
     """Return the planned bytes of the fullest device."""
     return max(device_bytes(deployment).values())
+
+
+def busiest_us(deployment: Deployment) -> float:
+    """Return the estimated time that the device computes in a step that computes longest."""
+    estimates = [stage.estimate for stage in deployment.stages]
+    groups = stages_by_slots(deployment).values()
+    return max(sum(estimates[each].forward_us + estimates[each].backward_us for each in numbers) for numbers in groups)
 
 
 def together(estimates: Sequence[StageEstimate], flown: Flights, numbers: Sequence[int]) -> int:

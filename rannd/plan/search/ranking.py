@@ -18,6 +18,7 @@ from rannd.plan.search.candidates import Candidate, EvenSplit
 from rannd.plan.simulate.layout import layout_and_costs, loss_layout
 from rannd.plan.simulate.least_time import least_us
 from rannd.plan.simulate.simulator import predict
+from rannd.plan.slot_memory import busiest_us
 from rannd.plan.stage_costs.variant import Variant
 from rannd.profile.costs import CostTable
 
@@ -40,7 +41,7 @@ class Simulated(msgspec.Struct, frozen=True):
     at_least: bool = False
     """Whether `step_us` is a lower bound, with which the plan cannot win, so that it was not simulated."""
     busy_us: float = 0.0
-    """What its busiest device computes; 0: not simulated."""
+    """See `busiest_us`; 0: not known."""
 
 
 class Ranking(msgspec.Struct, frozen=True):
@@ -72,12 +73,7 @@ class _Played:
 
     def step_us(self) -> float:
         """Return the simulated time of a step."""
-        return self.times()[0]
-
-    def times(self) -> tuple[float, float]:
-        """Return the simulated time of a step, and what of it the busiest device computes."""
-        found = predict(self.deployment.schedule, self.layout, self.costs, memory=False)
-        return found.step_us, max(found.busy_us)
+        return predict(self.deployment.schedule, self.layout, self.costs, memory=False).step_us
 
     def least_us(self, *, delays: bool) -> float:
         """Return a lower bound of it, for schedules that delay gradients of parameters and for those that do not."""
@@ -170,10 +166,10 @@ class _Compared:
         if len(plan.choice.replicas) > 1:
             self._least[len(self.played)] = given.least_us(delays=True)
         delays = plan.choice.variant.schedule in DELAYING
-        found = Simulated(given.least_us(delays=delays), plan, at_least=True)
+        busy_us = busiest_us(given.deployment)
+        found = Simulated(given.least_us(delays=delays), plan, at_least=True, busy_us=busy_us)
         if _preference(found) < self._below:
-            step_us, busy_us = given.times()
-            found = Simulated(step_us, plan, busy_us=busy_us)
+            found = Simulated(given.step_us(), plan, busy_us=busy_us)
         if _preference(found) < self._below:
             self._below, self.deployment = _preference(found), given.deployment
         self.played.append(found)
@@ -202,8 +198,7 @@ class _Compared:
                     least = given.least_us(delays=True)
                     found = Simulated(least, other, at_least=True)
                     if least < below:
-                        step_us, busy_us = given.times()
-                        found = Simulated(step_us, other, busy_us=busy_us)
+                        found = Simulated(given.step_us(), other)
                     if found.step_us < below:
                         below, best, self.deployment = found.step_us, found, given.deployment
                 alike.append(found)

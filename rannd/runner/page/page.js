@@ -66,7 +66,7 @@ function drawVerdict() {
   cards.append(card("Fullest device", bytes(most),
     page.memory_limit ? `${percent(most / page.memory_limit)} of ${bytes(page.memory_limit)} that a plan may use` : ""));
   cards.append(v.runner
-    ? card("Runner-up", v.runner.name, `${v.runner.at_least ? "at least " : ""}${time(v.runner.step_us)}`, v.runner.why)
+    ? card("Runner-up", make("span", { class: "named" }, v.runner.name), `${v.runner.at_least ? "at least " : ""}${time(v.runner.step_us)}`, v.runner.why)
     : card("Runner-up", "none", v.others.length ? "No other plan that was kept fits."
       : "No other plan was compared, or none with other stages was as promising."));
   section.append(cards);

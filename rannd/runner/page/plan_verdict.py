@@ -8,8 +8,7 @@ from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Alternative, Deployment, OpTable
 from rannd.plan.measured_step import MeasuredStep
 from rannd.plan.plan_text import bubble, bytes_text, devices_text, piece_rows, time_text
-from rannd.plan.simulate.plan_records import DrawnStep
-from rannd.plan.slot_memory import device_bytes, stages_by_slots
+from rannd.plan.slot_memory import busiest_us, device_bytes, stages_by_slots
 from rannd.runner.page.page_data import Cost, DeviceMemory, PageEdge, Runner, Verdict
 
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "transfers", "temporary")
@@ -17,13 +16,13 @@ _MEMORY = ("param_bytes", "grad_bytes", "optimizer_bytes", "activation_bytes", "
 MOST_COSTS = 12
 _MOST_TOLD = 16
 _LONGEST_WHY = 240
-_AROUND_NODE = "the ranks"
+_RANKS = "the ranks"
 
 
-def verdict(deployment: Deployment, measured: MeasuredStep | None, step: DrawnStep | None) -> Verdict:
-    """Say what was decided. `step`: the simulated one."""
+def verdict(deployment: Deployment, measured: MeasuredStep | None) -> Verdict:
+    """Say what was decided."""
     others = deployment.alternatives[:_MOST_TOLD]
-    busy_us = max(step.simulation.busy_us) if step is not None else 0.0
+    busy_us = busiest_us(deployment)
     fits = [each for each in others if each.step_us and not each.over_bytes]
     best = min(fits, key=lambda each: each.step_us, default=None)
     told = tuple(_runner(each, deployment, busy_us) for each in others)
@@ -66,16 +65,19 @@ def _why(other: Alternative, deployment: Deployment, busy_us: float) -> str:
     if not (other.step_us and deployment.step_us):
         return ""
     ratio = other.step_us / deployment.step_us - 1
-    if other.at_least:
-        return f"at least {max(ratio, 0.0):.1%} slower, by a lower bound"
     slower = f"{ratio:.1%} slower" if ratio >= 0 else f"{-ratio:.1%} faster, less than is asked for to prefer it"
-    if not (other.busy_us and busy_us):
+    if other.at_least:
+        slower = f"at least {max(ratio, 0.0):.1%} slower, by a lower bound"
+    if not other.busy_us:
         return slower
     # A step is what the device computes that computes longest, and all in which it does not compute.
     computing = other.busy_us - busy_us
     waiting = (other.step_us - deployment.step_us) - computing
+    least = "at least " if other.at_least and waiting > 0 else ""
+    if other.at_least and waiting <= 0:
+        return f"{slower}: the device that computes longest computes {_more(computing)}"
     return (
-        f"{slower}: the device that computes longest has {_more(computing)} of computing, and {_more(waiting)} of "
+        f"{slower}: the device that computes longest computes {_more(computing)}, and has {least}{_more(waiting)} of "
         "waiting, transfers and reductions"
     )
 
@@ -128,8 +130,8 @@ def edges(deployment: Deployment) -> tuple[PageEdge, ...]:
     last = len(deployment.stages)
     return tuple(
         PageEdge(
-            f"stage {each.src}" if each.src >= 0 else _AROUND_NODE,
-            f"stage {each.dst}" if each.dst < last else _AROUND_NODE,
+            f"stage {each.src}" if each.src >= 0 else _RANKS,
+            f"stage {each.dst}" if each.dst < last else _RANKS,
             each.values_bytes,
             each.near_us,
             each.grads_bytes,
@@ -182,7 +184,9 @@ def _blocks(deployment: Deployment, table: OpTable) -> list[Cost]:
                 name = f"{what}, stage {number}", each * stage.estimate.pieces
                 found.setdefault(name, ([], modules))[0].append(block)
     return [
-        Cost(f"{what}, block {own[0]}" + (f" and {len(own) - 1} alike, each" if own[1:] else ""), modules, us)
+        Cost(f"{what}, block {own[0]}", modules, us)
+        if len(own) == 1
+        else Cost(f"{what}, {len(own)} equal blocks", f"{time_text(us)} each; {modules} and so on", len(own) * us)
         for (what, us), (own, modules) in found.items()
     ]
 
