@@ -32,11 +32,11 @@ import sys
 from pathlib import Path
 from rannd.plan.deployment import decode
 from rannd.plan.measured_step import decode_measured
-from rannd.runner.page.html_page import Entry, page
+from rannd.runner.page.html_page import ShownPlan, page
 folder = Path(sys.argv[1])
 plan, other = (decode((folder / name).read_bytes()) for name in ("plan", "other"))
 took = decode_measured((folder / "measured").read_bytes(), plan)
-(folder / "page.html").write_bytes(page(Entry("a" * 40, plan, took), "today", Entry("b" * 40, other, None)))
+(folder / "page.html").write_bytes(page(ShownPlan("a" * 40, plan, took), "today", ShownPlan("b" * 40, other, None)))
 assert "torch" not in sys.modules
 """
 

@@ -216,7 +216,7 @@ class OpTable(msgspec.Struct, frozen=True):
     modules: tuple[int, ...]
     """Path of the user's module that ran it."""
     sources: tuple[int, ...]
-    """File and line that called it, such as 'gpt2/modeling_gpt2.py:312'; '': not known."""
+    """File and line that called it, such as 'examples/tutorial.py:27'; '': not known."""
     dtypes: tuple[int, ...]
     blocks: tuple[int, ...]
     """Number of its block, of all blocks that the planner had."""

@@ -86,7 +86,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     """Description of the user's code that runs as this single opaque operator and cannot be split; '' for torch's
     operators."""
     source: str = ""
-    """Line of the user's code that called it when it was traced, such as 'gpt2/modeling_gpt2.py:312'; '' if not
+    """Line of the user's code that called it when it was traced, such as 'examples/tutorial.py:27'; '' if not
     known."""
 
 

@@ -167,7 +167,7 @@ def place_of(model: nn.Module, frames: list[types.FrameType]) -> SourceLocation:
 
 
 def source_line(stack: str) -> str:
-    """Return the innermost line of user code in a stack as torch.fx writes it: ``folder/file.py:12``, or ''."""
+    """Return the innermost line of user code in a stack as torch.fx writes it: ``examples/tutorial.py:27``, or ''."""
     own = (sys.modules["torch"].__path__[0], *(sys.modules[name].__path__[0] for name in _OWN if name in sys.modules))
     found = [(file, line) for file, line in _FRAME.findall(stack) if not file.startswith((*own, "<"))]
     return f"{'/'.join(found[-1][0].split('/')[-2:])[-_LONGEST_FILE:]}:{found[-1][1]}" if found else ""

@@ -81,16 +81,16 @@ def _drawing(plan: Deployment) -> str:
 
 
 def _write_page(session: DaemonSession, entry: EntryInfo, file: Path, against: str | None, as_json: bool) -> None:
-    from rannd.runner.page.html_page import Entry, page
+    from rannd.runner.page.html_page import ShownPlan, page
 
     plan, measured, damage = _readable(session, entry)
     compared = None
     if against is not None:
         other = only(session, against)
         other_plan, other_measured, _ = _readable(session, other)
-        compared = Entry(other.key, other_plan, other_measured)
+        compared = ShownPlan(other.key, other_plan, other_measured)
     written = f"written {date(entry.created)} by rannd {plain(entry.rannd)}"
-    made = page(Entry(entry.key, plan, measured), written, compared)
+    made = page(ShownPlan(entry.key, plan, measured), written, compared)
     _PAGE.write(made, file)
     if as_json:
         print_json({"file": str(file), "bytes": len(made)})

@@ -24,7 +24,7 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.measured_step import MeasuredStep
 from rannd.plan.plan_text import devices_text, show, show_measured, title
 from rannd.runner.page.layer_folding import folded
-from rannd.runner.page.page_data import Against, Ops, PageStage, PlanPage, Timeline
+from rannd.runner.page.page_data import ComparedPlan, Ops, PageStage, PlanPage, Timeline
 from rannd.runner.page.page_timeline import measured_timeline, predicted, predicted_timeline, slot_uses
 from rannd.runner.page.plan_difference import against
 from rannd.runner.page.plan_verdict import MEMORY_NAMES, costs, edges, memory, verdict
@@ -39,7 +39,7 @@ _LONGEST = 120
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-class Entry(NamedTuple):
+class ShownPlan(NamedTuple):
     """A deployment of the cache."""
 
     key: str
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     measured: MeasuredStep | None
 
 
-def page(entry: Entry, written: str, other: Entry | None = None) -> bytes:
+def page(entry: ShownPlan, written: str, other: ShownPlan | None = None) -> bytes:
     """Return the page of a plan as HTML.
 
     Args:
@@ -125,7 +125,7 @@ def _cut(found: PlanPage) -> PlanPage:
     )
 
 
-def page_data(entry: Entry, written: str, other: Entry | None = None) -> PlanPage:
+def page_data(entry: ShownPlan, written: str, other: ShownPlan | None = None) -> PlanPage:
     """Return what a page shows; see `page`."""
     plan, measured = entry.plan, entry.measured
     simulated = predicted(plan)
@@ -136,7 +136,7 @@ def page_data(entry: Entry, written: str, other: Entry | None = None) -> PlanPag
         slots = simulated.step.slots
     if measured is not None and (found := measured_timeline(plan, measured, slots)) is not None:
         timelines.append(found)
-    compared: Against | None = None
+    compared: ComparedPlan | None = None
     if other is not None:
         compared = against(plan, other.plan, other.key, title(other.plan))
         second = predicted(other.plan).step

@@ -21,7 +21,7 @@ class Runner(msgspec.Struct, frozen=True):
     """Why it lost."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class PlanVerdict(msgspec.Struct, frozen=True):
     """What was decided, and how sure that is."""
 
     step_us: float
@@ -162,7 +162,7 @@ class Ops(msgspec.Struct, frozen=True):
     """Operators that would have made the page too large."""
 
 
-class Difference(msgspec.Struct, frozen=True):
+class PlanDifference(msgspec.Struct, frozen=True):
     """What two plans do differently."""
 
     what: str
@@ -171,12 +171,12 @@ class Difference(msgspec.Struct, frozen=True):
     change: str = ""
 
 
-class Against(msgspec.Struct, frozen=True):
+class ComparedPlan(msgspec.Struct, frozen=True):
     """Another plan."""
 
     key: str
     title: str
-    rows: tuple[Difference, ...]
+    rows: tuple[PlanDifference, ...]
     note: str
 
 
@@ -186,7 +186,7 @@ class PlanPage(msgspec.Struct, frozen=True):
     title: str
     key: str
     written: str
-    verdict: Verdict
+    verdict: PlanVerdict
     uses: tuple[SlotUse, ...]
     costs: tuple[Cost, ...]
     memory_limit: int
@@ -197,7 +197,7 @@ class PlanPage(msgspec.Struct, frozen=True):
     stages: tuple[PageStage, ...]
     edges: tuple[PageEdge, ...]
     ops: Ops
-    against: Against | None
+    against: ComparedPlan | None
     text: str
     """The plan as `rannc-cache show` prints it."""
     shortened: str = ""

@@ -8,20 +8,20 @@ from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment
 from rannd.plan.plan_text import bubble, bytes_text, devices_text, time_text
 from rannd.plan.slot_memory import fullest_bytes
-from rannd.runner.page.page_data import Against, Difference
+from rannd.runner.page.page_data import ComparedPlan, PlanDifference
 
 _OF_STAGE = ("modules", "operators", "devices", "recompute", "forward + backward", "memory")
 
 
-def against(this: Deployment, other: Deployment, key: str, title: str) -> Against:
+def against(this: Deployment, other: Deployment, key: str, title: str) -> ComparedPlan:
     """Compare a plan with another one, of which `key` and `title` are."""
     note = "" if this.graph_hash == other.graph_hash else "They are plans of different graphs."
     if not note and this.batch_rows != other.batch_rows:
         note = "They are plans for different batches."
-    return Against(key, title, tuple(differences_of(this, other)), note)
+    return ComparedPlan(key, title, tuple(differences_of(this, other)), note)
 
 
-def differences_of(this: Deployment, other: Deployment) -> list[Difference]:
+def differences_of(this: Deployment, other: Deployment) -> list[PlanDifference]:
     """Return a row for each quantity of the whole, and of each stage; those that are equal, too."""
     rows = [
         _amount("step", this.step_us, other.step_us, time_text),
@@ -33,28 +33,30 @@ def differences_of(this: Deployment, other: Deployment) -> list[Difference]:
         _amount("devices", len(this.slots), len(other.slots), str),
         _amount("stages", len(this.stages), len(other.stages), str),
         _amount("microbatches", this.microbatches, other.microbatches, str),
-        Difference("schedule", plain(this.schedule), plain(other.schedule)),
-        Difference("ZeRO", str(this.zero or "no"), str(other.zero or "no")),
-        Difference("neighbouring devices", plain(this.placement), plain(other.placement)),
-        Difference("offloaded", _offloaded(this), _offloaded(other)),
+        PlanDifference("schedule", plain(this.schedule), plain(other.schedule)),
+        PlanDifference("ZeRO", str(this.zero or "no"), str(other.zero or "no")),
+        PlanDifference("neighbouring devices", plain(this.placement), plain(other.placement)),
+        PlanDifference("offloaded", _offloaded(this), _offloaded(other)),
     ]
     for number in range(max(len(this.stages), len(other.stages))):
         one, two = (_stage(each, number) for each in (this, other))
-        rows += [Difference(f"stage {number}: {what}", a, b) for what, a, b in zip(_OF_STAGE, one, two, strict=True)]
+        rows += [
+            PlanDifference(f"stage {number}: {what}", a, b) for what, a, b in zip(_OF_STAGE, one, two, strict=True)
+        ]
     moved = _moved(this, other)
     if moved is not None:
-        rows.append(Difference("operators in another stage", str(moved), "", ""))
+        rows.append(PlanDifference("operators in another stage", str(moved), "", ""))
     return rows
 
 
-def differing(rows: list[Difference]) -> list[Difference]:
+def differing(rows: list[PlanDifference]) -> list[PlanDifference]:
     """Return the rows that differ."""
     return [row for row in rows if row.this != row.other]
 
 
-def _amount(what: str, this: float, other: float, text: Callable[[float], str]) -> Difference:
+def _amount(what: str, this: float, other: float, text: Callable[[float], str]) -> PlanDifference:
     change = f"{100 * (this / other - 1):+.1f} %" if this and other and this != other else ""
-    return Difference(what, text(this), text(other), change)
+    return PlanDifference(what, text(this), text(other), change)
 
 
 def _offloaded(plan: Deployment) -> str:

@@ -9,7 +9,7 @@ from rannd.plan.deployment import Alternative, Deployment, OpTable
 from rannd.plan.measured_step import MeasuredStep
 from rannd.plan.plan_text import bubble, bytes_text, devices_text, piece_rows, time_text
 from rannd.plan.slot_memory import busiest_us, device_bytes, stages_by_slots
-from rannd.runner.page.page_data import Cost, DeviceMemory, PageEdge, Runner, Verdict
+from rannd.runner.page.page_data import Cost, DeviceMemory, PageEdge, PlanVerdict, Runner
 
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "transfers", "temporary")
 _MEMORY = ("param_bytes", "grad_bytes", "optimizer_bytes", "activation_bytes", "comm_bytes", "working_bytes")
@@ -19,14 +19,14 @@ _LONGEST_WHY = 240
 _RANKS = "the ranks"
 
 
-def verdict(deployment: Deployment, measured: MeasuredStep | None) -> Verdict:
+def verdict(deployment: Deployment, measured: MeasuredStep | None) -> PlanVerdict:
     """Say what was decided."""
     others = deployment.alternatives[:_MOST_TOLD]
     busy_us = busiest_us(deployment)
     fits = [each for each in others if each.step_us and not each.over_bytes]
     best = min(fits, key=lambda each: each.step_us, default=None)
     told = tuple(_runner(each, deployment, busy_us) for each in others)
-    return Verdict(
+    return PlanVerdict(
         deployment.step_us,
         measured.step_us if measured is not None else 0.0,
         deployment.e_us,

@@ -15,7 +15,7 @@ from shown_plans import ATTACK, attacking, large, measured, planned
 
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.plan_text import show
-from rannd.runner.page.html_page import MOST_BYTES, Entry, page, page_data
+from rannd.runner.page.html_page import MOST_BYTES, ShownPlan, page, page_data
 from rannd.runner.page.page_data import PlanPage
 
 LOOSE_S = 30
@@ -44,8 +44,8 @@ class Elements(HTMLParser):
             self.scripts.append(data)
 
 
-def of(plan: Deployment) -> Entry:
-    return Entry("a" * 40, plan, None)
+def of(plan: Deployment) -> ShownPlan:
+    return ShownPlan("a" * 40, plan, None)
 
 
 def data_of(made: bytes) -> PlanPage:
@@ -66,7 +66,7 @@ def test_the_page_has_its_data_as_it_is() -> None:
 
 
 def test_ten_thousand_operators_fit_in_the_bounds(ten_thousand: Deployment) -> None:
-    entry = Entry("a" * 40, ten_thousand, measured(ten_thousand, events=True))
+    entry = ShownPlan("a" * 40, ten_thousand, measured(ten_thousand, events=True))
     begun = time.perf_counter()
     made = page(entry, "today", of(ten_thousand))
     assert time.perf_counter() - begun < LOOSE_S
@@ -82,8 +82,8 @@ def test_it_is_made_without_torch(ten_thousand: Deployment, tmp_path: Path) -> N
     file.write_bytes(encode(ten_thousand))
     program = (
         "import sys; from pathlib import Path; from rannd.plan.deployment import decode; "
-        "from rannd.runner.cache import show_entry; from rannd.runner.page.html_page import Entry, page; "
-        "made = page(Entry('a' * 40, decode(Path(sys.argv[1]).read_bytes()), None), 'today'); "
+        "from rannd.runner.cache import show_entry; from rannd.runner.page.html_page import ShownPlan, page; "
+        "made = page(ShownPlan('a' * 40, decode(Path(sys.argv[1]).read_bytes()), None), 'today'); "
         "print(len(made), [name for name in ('torch', 'sympy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
@@ -131,7 +131,7 @@ def test_a_plan_of_thousands_of_stages_has_a_page_too() -> None:
 
 def test_names_from_a_model_or_a_file_are_text() -> None:
     plan = attacking(planned(partition_num=2))
-    entry = Entry("a" * 40, plan, measured(plan))
+    entry = ShownPlan("a" * 40, plan, measured(plan))
     made = page(entry, ATTACK, entry).decode()
     elements = Elements(made)
     assert [tag for tag, _ in elements.found if tag in ("script", "img")] == ["script", "script"]
@@ -160,7 +160,7 @@ def test_the_page_asks_nobody_for_anything() -> None:
 
 def test_a_deployment_of_an_older_version_has_a_page_without_what_it_lacks() -> None:
     plan = msgspec.structs.replace(planned(partition_num=2), planned=None, table=None)
-    found = data_of(page(Entry("a" * 40, plan, measured(plan)), "today"))
+    found = data_of(page(ShownPlan("a" * 40, plan, measured(plan)), "today"))
     assert found.timelines == ()
     assert "did not store" in found.timeline_note
     assert found.edges == ()

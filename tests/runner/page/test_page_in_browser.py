@@ -13,7 +13,7 @@ from shown_plans import ATTACK, attacking, large, measured, planned
 
 from rannd.plan.deployment import Deployment
 from rannd.plan.measured_step import MeasuredStep
-from rannd.runner.page.html_page import Entry, page
+from rannd.runner.page.html_page import ShownPlan, page
 
 NAMED = """
 return [...document.querySelectorAll("button, input, canvas, summary, a, [tabindex]")].filter((each) =>
@@ -37,8 +37,8 @@ class Shown:
 
     def open(self, plan: Deployment, took: MeasuredStep | None = None, other: Deployment | None = None) -> None:
         file = self.folder / "page.html"
-        compared = None if other is None else Entry("b" * 40, other, None)
-        file.write_bytes(page(Entry("a" * 40, plan, took), "written today", compared))
+        compared = None if other is None else ShownPlan("b" * 40, other, None)
+        file.write_bytes(page(ShownPlan("a" * 40, plan, took), "written today", compared))
         self.driver.get_log("browser")  # what earlier pages said
         self.driver.get(file.as_uri())
         assert self.run("return document.documentElement.dataset.drawn") == "yes", self.driver.get_log("browser")
