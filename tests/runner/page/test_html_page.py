@@ -113,7 +113,7 @@ def test_a_page_that_would_be_too_large_leaves_operators_out_and_says_so(ten_tho
 
 def test_a_plan_of_thousands_of_stages_has_a_page_too() -> None:
     small = planned(partition_num=2, memory=10**9)
-    (stage, _), count = small.stages, 6000
+    (stage, _), count = small.stages, 3000
     estimate = msgspec.structs.replace(stage.estimate, weight_us=0.0)
     stages = tuple(
         msgspec.structs.replace(stage, slots=(slot,), ops=(f"op{slot}",), estimate=estimate, modules="<" * 80)
