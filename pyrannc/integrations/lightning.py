@@ -39,7 +39,7 @@ class RaNNCStrategy(DDPStrategy):
 
     def __init__(self, module: str | None = None, **kwargs: Any) -> None:
         super().__init__(cluster_environment=_Ranks(), **kwargs)
-        self._module_name = module
+        self._given_name = self._module_name = module
         self.wrapper: pyrannc.RaNNCModule | None = None
         """The partitioned module, once a stage of the Trainer was set up."""
         self._trains = False
@@ -62,6 +62,12 @@ class RaNNCStrategy(DDPStrategy):
     def set_world_ranks(self) -> None:
         """Let rank 0 alone tell and show what one rank has to."""
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def connect(self, model: LightningModule) -> None:
+        """Take a LightningModule, of which another Trainer may have wrapped the module."""
+        super().connect(model)
+        wrapped = [(name, each) for name, each in model.named_modules() if isinstance(each, pyrannc.RaNNCModule)]
+        self._module_name, self.wrapper = wrapped[0] if wrapped else (self._given_name, None)
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the module, with the optimizer if there is training."""

@@ -122,9 +122,10 @@ def fit(strategy: str, checkpoint: Path | None = None) -> tuple[Net, dict[str, T
     folder = FOLDER / (strategy if checkpoint is None else f"{strategy}, resumed")
     net, one = Net(), trainer(strategy, folder)
     one.fit(net, loader(STEPS * ADDED * GLOBAL, 1), loader(24, 2), ckpt_path=checkpoint)
-    (tested,) = one.test(net, loader(24, 3), verbose=False)
-    net.found.append(("tested", torch.tensor(tested["valid"])))
     one.save_checkpoint(folder / "last.ckpt")
+    for tester in (one, trainer(strategy, folder)):
+        (tested,) = tester.test(net, loader(24, 3), verbose=False)
+        net.found.append(("tested", torch.tensor(tested["valid"])))
     one.strategy.barrier()
     return net, torch.load(folder / "last.ckpt", weights_only=True)
 
