@@ -24,6 +24,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type == CUDA
 
 
+def accelerator_is_used() -> bool:
+    """Whether this process has initialized CUDA: a fork of it cannot use a GPU."""
+    return bool(torch.cuda.is_initialized())
+
+
 def is_usable(device: torch.device) -> bool:
     """Whether this process can compute on such a device."""
     return not is_accelerator(device) or has_accelerator()

@@ -187,7 +187,7 @@ def _task_graph(
                 opaque=described(model, call_of(str(node.args[0]))[1].path)
                 if operator_name(node.target) == LEAF
                 else "",
-                source=node.meta.get("source", ""),
+                source=node.meta.get("line", ""),
             )
         )
     used = {param for op in ops for param in op.params}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
+from rannd.device.identity import accelerator_is_used
 from rannd.errors import LaunchError
 from rannd.ranks.rank_variables import as_torchrun
 from rannd.runtime.comm import world
@@ -46,7 +47,7 @@ def notebook_launcher(function: Callable[..., object], np: int, args: Sequence[A
             "notebook_launcher cannot start ranks after a model was wrapped in this process: wrap it in the function, "
             "and restart the notebook's kernel"
         )
-    if torch.cuda.is_initialized():
+    if accelerator_is_used():
         raise LaunchError(
             "notebook_launcher cannot start ranks after this process has used a GPU: do so in the function only, and "
             "restart the notebook's kernel"

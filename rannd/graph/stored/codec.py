@@ -214,7 +214,7 @@ def _graph(graph: Graph, root: nn.Module) -> dict[str, Any]:
         else:
             raise Uncodable(f"a node of kind {node.op}")
         kwargs = argument(node.kwargs, numbers) if node.kwargs else None
-        told = (node.meta.get("module", ""), node.meta.get("source", ""))
+        told = (node.meta.get("module", ""), node.meta.get("line", ""))
         nodes.append([node.op, node.name, target, argument(args, numbers), kwargs, value, *told])
     return {"nodes": nodes, "values": [value_data(value) for value in values], "inner": inner}
 
@@ -245,7 +245,7 @@ def _to_graph(
         node = graph.create_node(op, target, given, to_argument(kwargs, nodes) if kwargs else {}, name=name)
         if op == "placeholder":
             node.target = node.name  # torch.fx writes it into the code as it is; the name is one of its own by now
-        node.meta = {"val": values[value], "module": module, "source": source}
+        node.meta = {"val": values[value], "module": module, "line": source}
         nodes.append(node)
     return graph
 

@@ -327,11 +327,11 @@ def _outputs_are_ops(graph: Graph, spec: pytree.TreeSpec, device: torch.device) 
 
 
 def _make_plain(root: GraphModule, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None, device: torch.device) -> None:
-    """Reduce the metadata of all nodes to value, module and source, as plain data."""
+    """Reduce the metadata of all nodes to value, module and the line that called it, as plain data."""
     for node in root.graph.nodes:
         source = source_line(node.meta.get("stack_trace") or "")
         value = abstract(node.meta.get("val"), lengths, device.type)
-        node.meta = {"val": value, "module": _module_of(node), "source": source}
+        node.meta = {"val": value, "module": _module_of(node), "line": source}
         if node.op == "get_attr":
             inner = attribute(root, str(node.target))
             if isinstance(inner, GraphModule):
