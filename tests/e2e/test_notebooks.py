@@ -31,7 +31,6 @@ if way == "wrapped":
     train("plain")
 if way == "hangs":
     threading.Timer(8, os.kill, (os.getpid(), signal.SIGINT)).start()
-before = set(threading.enumerate())
 pyrannc.notebook_launcher(train, np=int(sys.argv[2]), args=(way,))
 """
 
@@ -39,7 +38,7 @@ pyrannc.notebook_launcher(train, np=int(sys.argv[2]), args=(way,))
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     file = tmp_path / "notebook.py"
-    file.write_text(SCRIPT.replace("before = set(threading.enumerate())\n", ""))
+    file.write_text(SCRIPT)
     return str(file)
 
 
