@@ -533,6 +533,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
 # -- no patch beside the registry ---------------------------------------------------------------------------------
 
 BESIDE = {
+    ("pyrannc/integrations/lightning.py", "rank_zero_only.rank"): "Lightning's strategies have to set it",
     ("rannd/daemon/server/boot.py", "sys.path"): "of a process that is the daemon",
     ("rannd/runner/run.py", "sys.stdout"): "opened where the process has none",
     ("rannd/runner/run.py", "sys.stderr"): "opened where the process has none",
