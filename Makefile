@@ -25,6 +25,8 @@ SOAK_SEED ?= 0
 # What gpu runs: parts of bench/gpu.py (empty: all), the device, the folder for its results. With the packages that
 # gpu-wheels has fetched it needs no package index, and uses the torch of PYTHON, else the virtual environment.
 PARTS ?=
+# What bench runs: names that `python bench/all.py --list` shows (empty: all).
+RUNS ?=
 DEVICE ?= auto
 OUT ?= .gpu/results
 GPU_PYTHON ?= python3.12
@@ -110,10 +112,9 @@ test-chosen: $(STAMP) $(FRAMEWORKS)
 test-soak: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= $(PY) tests/soak/soak_run.py $(SOAK_JOBS) $(SOAK_AT_ONCE) $(SOAK_SEED)
 
-bench: $(STAMP)
-	@set -e; found=; for script in bench/[!_]*.py; do \
-	  [ -e "$$script" ] || continue; found=1; echo "== $$script"; $(PY) "$$script"; \
-	done; [ -n "$$found" ] || echo "bench/ holds no measurement yet"
+# All measurements, or those of RUNS ("planner estimates"): bench/results/<date>.json and docs/benchmarks.md.
+bench: $(STAMP) $(FRAMEWORKS)
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) bench/all.py $(RUNS)
 
 gpu: $(GPU_STAMP)
 	$(GPU_PY) bench/gpu.py $(PARTS) --device "$(DEVICE)" --out "$(OUT)"

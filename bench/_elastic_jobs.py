@@ -32,6 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from _elastic_training import Step
+from _results import Spread, Table, found, note
 from _starting import LONGEST_S, SCRIPTS, home
 
 from rannd.config import Config
@@ -119,24 +120,45 @@ def changes(given: argparse.Namespace) -> None:
         environment = {**variables, "RANNC_SNAPSHOTS": "neighbour"}
         folder = Path(name)
         (folder / "hosts").write_text(f"localhost slots={RANKS}\n")
-        heads = (("plan found", 12), ("first new step", 16), ("usual step", 12), ("rest", 10), ("import torch", 14))
-        print(f"{'start':20}" + "".join(f"{head:>{width}}" for head, width in heads) + f"{'lost':>6}")
+        second = "{:.1f} s"
+        table = Table(
+            f"Starts of an elastic job, {_described(given)}", "start", ("plan found in", "{:.0f} ms"),
+            ("to the end of the first new step", second), ("of it a usual step", second),
+            ("import of torch, all ranks", second), ("the rest", second), "steps lost",
+        )  # fmt: skip
         begun = time.time()
         with training(folder, environment, given, ["--hostfile", str(folder / "hosts")]) as job:
-            _follow(job, f"{RANKS} ranks", begun, given.steps)
+            _follow(table, job, f"{RANKS} ranks", begun, given.steps)
             job.wait_for_plans(2)  # the first of those in advance is for one slot fewer
             for slots in (RANKS - 1, RANKS):
                 begun = time.time()
                 job.host_file(slots)
-                _follow(job, f"then {slots} ranks", begun, given.steps)
+                _follow(table, job, f"then {slots} ranks", begun, given.steps)
             time.sleep(job.steps[-1]["took_s"] / 2)
             begun = time.time()
             os.kill(int((folder / str(RANKS - 1)).read_text()), signal.SIGKILL)
-            _follow(job, "kill -9 of a rank", begun, given.steps, in_progress=1)
-    print(f"import torch, one process: {_import_s():.1f} s; {_described(given)}")
+            started = _follow(table, job, "kill -9 of a rank", begun, given.steps, in_progress=1)
+    found("elastic-kill", started.took_s - started.import_s)
+    found("elastic-lost", started.lost)
+    if started.plan_ms is not None:
+        found("elastic-plan", started.plan_ms)
+    note(f"import of torch by one process: {_import_s():.1f} s")
 
 
-def _follow(job: Training, what: str, begun: float, steps: int, in_progress: int = 0) -> None:
+@dataclass(frozen=True)
+class Started:
+    """What a start of a job has cost."""
+
+    took_s: float
+    """To the end of the first new step."""
+    import_s: float
+    lost: int
+    """Steps."""
+    plan_ms: float | None
+    """None: a plan was made."""
+
+
+def _follow(table: Table, job: Training, what: str, begun: float, steps: int, in_progress: int = 0) -> Started:
     """Wait for so many steps of the next start, and print what the change has cost."""
     old, said = {step["pid"] for step in job.steps}, len(job.log)
 
@@ -144,17 +166,16 @@ def _follow(job: Training, what: str, begun: float, steps: int, in_progress: int
         return [step for step in job.steps if step["pid"] not in old]
 
     job.wait(f"step {steps} of {what}", lambda: len(new()) >= max(steps, 2))
-    found = re.search(r"Plan \w+ was found in (\S+) ms", job.log[said:])
-    plan = f"{float(found[1]):.0f} ms" if found else "made anew"
+    told = re.search(r"Plan \w+ was found in (\S+) ms", job.log[said:])
+    plan_ms = float(told[1]) if told else None
     first, *others = new()
     before = [step["step"] for step in job.steps if step["pid"] in old]
     lost = before[-1] + 1 - first["step"] + in_progress if before else 0
     usual_s = statistics.median(step["took_s"] for step in others)
-    print(
-        f"{what:20}{plan:>12}{first['at'] - begun:14.1f} s{usual_s:10.1f} s{first['at'] - begun - usual_s:8.1f} s"
-        f"{first['import_s']:12.1f} s{lost:6d}",
-        flush=True,
-    )
+    took_s, import_s = first["at"] - begun, first["import_s"]
+    plan = "made anew" if plan_ms is None else plan_ms
+    table.row(what, plan, took_s, usual_s, import_s, took_s - usual_s - import_s, lost)
+    return Started(took_s, import_s, lost, plan_ms)
 
 
 def costs(given: argparse.Namespace) -> None:
@@ -184,15 +205,18 @@ def costs(given: argparse.Namespace) -> None:
                     moments = [step["at"] for step in job.steps]
                 times[kind] += [after - before for before, after in itertools.pairwise(moments[WARM_UP - 1 : end])]
     median, mean = statistics.median(times[plain]), statistics.mean(times[plain])
+    table = Table(
+        f"Steps that save, {given.rounds} jobs of each kind, {_described(given)}", "job", ("step", "{:.3f} s"),
+        ("mean", "{:.3f} s"), ("median / that without saving", "{:.3f}"), ("mean / that without", "{:.3f}"),
+    )  # fmt: skip
     for kind, values in times.items():
-        line = f"{kind:28} step: median {statistics.median(values):.3f} s, mean {statistics.mean(values):.3f} s"
-        if kind != plain:
-            line += f"; {statistics.median(values) / median - 1:+.1%} and {statistics.mean(values) / mean - 1:+.1%}"
-        print(line)
+        middle, average = Spread.of(values), statistics.mean(values)
+        ratios = (None, None) if kind == plain else (middle.median / median, average / mean)
+        table.row(kind, middle, average, *ratios)
     each = (statistics.mean(times[saves]) - mean) * every
     default = Config().checkpoint_every
-    print(f"a checkpoint costs {each:.2f} s, {each / default / mean:.2%} of a step at one every {default} steps")
-    print(f"goal: at most 3 % of a step; {given.rounds} jobs of each kind, {_described(given)}")
+    found("elastic-saving", each / default / mean, f"a checkpoint, {each:.2f} s, every {default} steps")
+    found("elastic-saving", statistics.median(times["snapshots = auto"]) / median - 1, "snapshots, the default")
 
 
 def _import_s() -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
+
+from _results import Spread, Table
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,13 @@ def training(sizes: GptSizes, rank: int, wrap: Callable[[Any, Any], Any]) -> Tra
 
 
 def compare(
-    sides: Mapping[str, Callable[[], Any]], rounds: int, steps: int, pairs: Sequence[tuple[str, str]] = ()
+    title: str,
+    sides: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    steps: int,
+    pairs: Sequence[tuple[str, str]] = (),
 ) -> dict[str, float]:
-    """Run `steps` steps of each side in turns; rank 0 prints times and ratios, and returns these (see `tell`).
+    """Run `steps` steps of each side in turns; rank 0 prints times and ratios. Returns these (see `tell`) on all ranks.
 
     The order is reversed every other round; the first round is dropped. Collective.
     """
@@ -86,30 +90,26 @@ def compare(
                 sides[name]()
             pyrannc.barrier()
             times[name].append((time.perf_counter() - start) / steps)
-    return {} if pyrannc.get_rank() else tell({name: values[1:] for name, values in times.items()}, pairs)
+    return tell(title, {name: values[1:] for name, values in times.items()}, pairs)
 
 
-def tell(kept: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]] = ()) -> dict[str, float]:
+def tell(title: str, kept: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]] = ()) -> dict[str, float]:
     """Print the times of steps, given in seconds, and the ratios of speed of pairs of sides; return their medians.
 
-    Without pairs: of the first side to each other one. In parentheses are the 5th and the 95th percentile; of fewer
-    than 20 rounds these are the smallest and the largest.
+    Without pairs: of the first side to each other one. A ratio of one / other is above 1.0 where `one` is faster.
     """
     first, *others = kept
-    for name, values in kept.items():
-        low, middle, high = _spread([1e3 * value for value in values])
-        print(f"{name:28s} step {middle:8.1f} ms ({low:.1f} to {high:.1f})")
+    rounds = len(kept[first])
+    table = Table(f"{title}, {rounds} rounds", "side", ("step", "{:.1f} ms"), "compared with", "times as fast")
+    asked = list(pairs) or [(first, each) for each in others]
     medians = {}
-    for one, other in pairs or [(first, each) for each in others]:
-        low, middle, high = _spread([b / a for a, b in zip(kept[one], kept[other], strict=True)])
-        medians[f"{one} / {other}"] = middle
-        print(f"{one} / {other}: {middle:.3f} ({low:.3f} to {high:.3f})", end=" ")
-        print(f"over {len(kept[one])} rounds, torch {version('torch')}")
+    for name, values in kept.items():
+        step: Spread | None = Spread.of(values, 1e3)
+        for other in [other for one, other in asked if one == name]:
+            ratio = Spread.of([b / a for a, b in zip(values, kept[other], strict=True)])
+            medians[f"{name} / {other}"] = ratio.median
+            table.row(name, step, other, ratio)
+            step = None
+        if step is not None:
+            table.row(name, step, None, None)
     return medians
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """5th percentile, median, 95th percentile."""
-    ordered = sorted(values)
-    outer = int(0.05 * len(ordered))
-    return ordered[outer], statistics.median(ordered), ordered[-1 - outer]

@@ -1,7 +1,7 @@
 """What the scripts in bench/ find: tables and goals, printed, and kept for the page of `make bench` (bench/all.py).
 
-Where KEPT names a file, each row and each goal also becomes a line of it, in JSON. Jobs that a script starts inherit the
-variable; of a job only rank 0 tells. Numbers are kept as they are: only what is printed is rounded.
+Where KEPT names a file, each row and each goal also becomes a line of it, in JSON. Jobs that a script starts inherit
+the variable; of a job only rank 0 tells. Numbers are kept as they are: only what is printed is rounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 from _goals import GOALS
 
-KEPT = "RANND_BENCH_KEPT"
+KEPT = "BENCH_KEPT"
+_TELLS = all(os.environ.get(name, "0") == "0" for name in ("OMPI_COMM_WORLD_RANK", "RANK"))
+"""Whether this process is no rank, or rank 0."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,13 @@ class Table:
     def __init__(self, title: str, *columns: str | tuple[str, str]) -> None:
         """Print the heading.
 
-        `columns` are names, or names and formats of numbers: ``("step", "{:.1f} ms")``. The first column is the left one.
+        `columns` are names, or names and formats of numbers: ``("step", "{:.1f} ms")``. The first one is the left one.
         """
         self.title = title
         self.columns = [(each, "") if isinstance(each, str) else each for each in columns]
         self._widths: list[int] = []
         _keep({"table": title, "columns": self.columns})
-        print(f"\n{title}", flush=True)
+        _print(f"\n{title}")
 
     def row(self, *cells: Cell) -> None:
         """Print a row."""
@@ -64,8 +66,8 @@ class Table:
             heads = [name for name, _ in self.columns]
             self._widths = [max(len(head), len(text) + 2) for head, text in zip(heads, texts, strict=True)]
             self._widths[0] = max(self._widths[0], 34)
-            print(self._line(heads), flush=True)
-        print(self._line(texts), flush=True)
+            _print(self._line(heads))
+        _print(self._line(texts))
 
     def _line(self, texts: Sequence[str]) -> str:
         left, *others = zip(texts, self._widths, strict=True)
@@ -89,7 +91,7 @@ def shown(cell: Any, form: str) -> str:
 def note(text: str) -> None:
     """Print a line that belongs to the results: what was measured, under which conditions."""
     _keep({"note": text})
-    print(text, flush=True)
+    _print(text)
 
 
 def found(goal: str, value: float, what: str = "") -> bool:
@@ -101,14 +103,17 @@ def found(goal: str, value: float, what: str = "") -> bool:
     reached = wanted.reached(value)
     _keep({"goal": goal, "value": value, "reached": reached, "what": what})
     more = f" ({what})" if what else ""
-    print(
-        f"goal: {wanted.name}{more}: {wanted.shown(value)}, {wanted.limit_text} {'reached' if reached else 'MISSED'}",
-        flush=True,
-    )
+    verdict = "reached" if reached else "MISSED"
+    _print(f"goal: {wanted.name}{more}: {wanted.shown(value)}, {wanted.limit_text}: {verdict}")
     return reached
 
 
 def _keep(line: dict[str, Any]) -> None:
-    if path := os.environ.get(KEPT):
+    if _TELLS and (path := os.environ.get(KEPT)):
         with open(path, "a") as file:  # one write of a short line: jobs of a script take turns
             file.write(json.dumps(line) + "\n")
+
+
+def _print(text: str) -> None:
+    if _TELLS:
+        print(text, flush=True)

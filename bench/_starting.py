@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from _gpt2 import Told
+from _results import Spread, Table
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 GPT2 = str(Path(__file__).with_name("_gpt2.py"))
@@ -77,15 +77,20 @@ def late(times: Sequence[float]) -> float:
     return sorted(times)[min(len(times) - 1, int(len(times) * 0.95))]
 
 
-def tell(times: Mapping[str, Sequence[float]], goal: str = "") -> None:
-    """Print times in seconds, and their differences from the first side in the same round."""
+def tell(title: str, times: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Print times in seconds, and their differences from the first side in the same round.
+
+    Returns the medians of the differences in seconds, and of the ratios to the first side.
+    """
     first, *_ = times
-    print(f"{'':44s} {'median':>9s} {'p95':>9s} {'more':>9s} {'p95':>9s} {'ratio':>7s}")
+    table = Table(f"{title}, {len(times[first])} rounds", "what", ("time", "{:.3f} s"), ("more", "{:+.3f} s"), "ratio")
+    more, ratios = {}, {}
     for name, values in times.items():
-        line = f"{name:44s} {statistics.median(values):7.3f} s {late(values):7.3f} s"
-        if name != first:
-            more = [b - a for a, b in zip(times[first], values, strict=True)]
-            ratio = statistics.median(b / a for a, b in zip(times[first], values, strict=True))
-            line += f" {statistics.median(more):+7.3f} s {late(more):+7.3f} s {ratio:7.3f}"
-        print(line, flush=True)
-    print(f"{len(times[first])} rounds{f'; goal: {goal}' if goal else ''}")
+        if name == first:
+            table.row(name, Spread.of(values), None, None)
+            continue
+        later = Spread.of([b - a for a, b in zip(times[first], values, strict=True)])
+        ratio = Spread.of([b / a for a, b in zip(times[first], values, strict=True)])
+        table.row(name, Spread.of(values), later, ratio)
+        more[name], ratios[name] = later.median, ratio.median
+    return more, ratios

@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from _results import Table, found, note
+
 from rannd.config import Config
 from rannd.config.cluster import Cluster, load_cluster
 from rannd.graph.fx.ir import TaskGraph
@@ -56,7 +58,13 @@ Asked = tuple[int, int, int, bool]
 
 def subgraphs() -> None:
     cluster = load_cluster(CLUSTER)
-    print(f"{LAYERS} layers, {DEVICES} ranks, {ROWS} rows per rank of {SEQUENCE} tokens; memory of {cluster.name}")
+    note(f"{LAYERS} layers, {DEVICES} ranks, {ROWS} rows per rank of {SEQUENCE} tokens; memory of {cluster.name}")
+    times = "{:.1f}"
+    table = Table(
+        "Measurements before the first plan, RaNNC's beside rannd's (counted)", "width", "stages of RaNNC's plan",
+        "rannd's measurements", "RaNNC's: operators", "merged graphs x sizes", "RaNNC's runs",
+        ("measurements / rannd's", times), ("runs / rannd's", times), ("runs of the stage phase / rannd's", times),
+    )  # fmt: skip
     first: TaskGraph | None = None
     for width in WIDTHS:
         graph = gpt(LAYERS, width)
@@ -65,31 +73,25 @@ def subgraphs() -> None:
         stages, asked = upstream(graph, cluster)
         runs = sum(THEIR_RUNS * (3 if again else 1) for *_, again in asked)
         graphs, sizes = len({each[:2] for each in asked}), len({each[2:] for each in asked})
-        print(f"width {width}")
-        print(f"    ours         {told(ours)}")
-        print(
-            f"    stage phase  {len(asked)} measurements, {runs} runs{beside(ours, len(asked), runs)} "
-            f"({graphs} merged graphs, {sizes} sizes; first plan: {stages} stages)"
-        )
         operators = len(graph.ops)
-        print(
-            f"    operators    {operators} measurements, {operators * THEIR_RUNS} runs; both"
-            f"{beside(ours, len(asked) + operators, runs + operators * THEIR_RUNS)}"
-        )
+        count = sum(map(len, ours.values()))
+        both = runs + operators * THEIR_RUNS
+        table.row(
+            width, stages, count, operators, f"{graphs} x {sizes}", both, (len(asked) + operators) / count,
+            both / count / FORWARDS, runs / count / FORWARDS,
+        )  # fmt: skip
+    found("profiling-runs", both / count / FORWARDS)
     assert first is not None
     deeper = gpt(DEEPER, WIDTHS[0])
+    own = Table(
+        f"rannd's measurements, width {WIDTHS[0]}", "parts", f"{LAYERS} layers", f"{DEEPER} layers",
+        f"{DEEPER} layers after {LAYERS}",
+    )  # fmt: skip
     for apart, name in ((False, "grains"), (True, "profile_by_acc")):
         before = missing(first, {}, apart=apart)
-        print(f"{name}, width {WIDTHS[0]}")
-        print(f"    {LAYERS} layers           {told(before)}")
-        print(f"    {DEEPER} layers           {told(missing(deeper, {}, apart=apart))}")
-        print(f"    {DEEPER} layers after {LAYERS}  {told(missing(deeper, after(before), apart=apart))}")
-
-
-def beside(ours: Mapping[str, tuple[int, ...]], measurements: int, runs: int) -> str:
-    """Ratios to ours, which all ranks make at the same time; upstream's are those of one rank."""
-    count = sum(map(len, ours.values()))
-    return f": x {measurements / count:.1f} and x {runs / count / FORWARDS:.1f}"
+        later = missing(deeper, after(before), apart=apart)
+        cases = (before, missing(deeper, {}, apart=apart), later)
+        own.row(name, *(sum(map(len, each.values())) for each in cases))
 
 
 def gpt(layers: int, width: int) -> TaskGraph:
@@ -135,11 +137,6 @@ def missing(graph: TaskGraph, known: Mapping[str, Measured], *, apart: bool = Fa
 def after(measured: Mapping[str, tuple[int, ...]]) -> dict[str, Measured]:
     """Known measurements after these have been made."""
     return {each: Measured(tuple(Point(count, 0, 0, 0, 0) for count in rows)) for each, rows in measured.items()}
-
-
-def told(measured: Mapping[str, tuple[int, ...]]) -> str:
-    count = sum(map(len, measured.values()))
-    return f"{len(measured)} structures, {count} measurements, {count * FORWARDS} runs"
 
 
 # -- upstream -------------------------------------------------------------------------------------------------

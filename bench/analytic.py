@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from _results import Cell, Table, note
 from msgspec.structs import replace
 
 from rannd.config.cluster import Cluster, Efficiency, Link, Links, Tflops, load_cluster
@@ -65,13 +66,16 @@ def main() -> None:
     blocks = [block.ops for block in make_blocks(Partitioning.of(graph.task), PlanOptions(), world=2)]
     few = max(options.rows // 4, 1)
     here, measured = machine_and_blocks(graph, blocks, sample, (few, options.rows), options.rounds)
-    print(
+    note(
         f"this machine: {here.tflops.float32 * 1e3:.0f} GFLOP/s, {here.memory_gb_per_s:.1f} GB/s, "
         f"{here.op_latency_us:.1f} us per operator"
     )
     analytic = analytic_costs(graph.task, blocks, here, fewest=few, most=options.rows, nodes=1).blocks
     show(graph, blocks, analytic, measured, options.rows)
-    print("simulated step of plans with analytic costs, of plans with measured costs, ratio (links of cluster cpu)")
+    table = Table(
+        "Simulated steps of plans with analytic costs and with measured ones, links of cluster cpu", "devices", "plan",
+        ("analytic", "{:.2f} ms"), ("measured", "{:.2f} ms"), "ratio",
+    )  # fmt: skip
     link = link_cost(load_cluster("cpu"), load_cluster("cpu").link.inside)
     for world in (2, 4, 8):
         for stages in (0, world):
@@ -80,7 +84,7 @@ def main() -> None:
                 for made in (analytic, tuple(measured))
             )
             asked = f"{stages} stages requested" if stages else "any stages"
-            print(f"{world} devices, {asked:20} {formula / 1e3:8.2f} ms {truth / 1e3:8.2f} ms {formula / truth:.3f}")
+            table.row(world, asked, formula / 1e3, truth / 1e3, formula / truth)
 
 
 def simulated(
@@ -220,30 +224,34 @@ def show(
     rows: int,
 ) -> None:
     hashes = block_hashes(graph.task, blocks)
-    print(f"{len(blocks)} blocks, {len(set(hashes))} different; analytic / measured at {rows} rows")
-    print("count  forward ms        ratio  backward ms       ratio  saved MiB         ratio  last operator")
+    names = {"forward": ("forward_us", 1e3), "backward": ("backward_us", 1e3), "saved": ("activation_bytes", 2**20)}
+    units = {"forward": "{:.3f} ms", "backward": "{:.3f} ms", "saved": "{:.3f} MiB"}
+    columns: list[str | tuple[str, str]] = []
+    for name, unit in units.items():
+        columns += [(f"{name}, analytic", unit), (f"{name}, measured", unit), (f"{name}, ratio", "{:.2f}")]
+    table = Table(
+        f"Analytic and measured costs of {len(blocks)} blocks, {rows} rows", "last operator", "blocks", *columns
+    )
     for number, key in enumerate(hashes):
         if hashes.index(key) != number:
             continue
-        cells = [f"{hashes.count(key):5}"]
-        for name, unit in (("forward_us", 1e3), ("backward_us", 1e3), ("activation_bytes", 2**20)):
+        cells: list[Cell] = []
+        for name, unit in names.values():
             ours, real = (getattr(each[number], name).at(rows) / unit for each in (analytic, measured))
-            cells.append(f"{ours:8.3f} {real:8.3f} {ours / real if real else float('nan'):6.2f}")
-        print("  ".join(cells), graph.task.ops[blocks[number][-1]].name, sep="  ")
-    for name in ("forward_us", "backward_us", "activation_bytes"):
+            cells += [ours, real, ours / real if real else None]
+        table.row(graph.task.ops[blocks[number][-1]].name, hashes.count(key), *cells)
+    sums = Table("Analytic / measured", "what", "all blocks together", "median of the blocks", "smallest", "largest")
+    for name, _ in names.values():
         pairs = [
             (getattr(a, name).at(rows), getattr(m, name).at(rows)) for a, m in zip(analytic, measured, strict=True)
         ]
         total = sum(ours for ours, _ in pairs) / sum(real for _, real in pairs)
         ratios = sorted(ours / real for ours, real in pairs if real)
-        print(
-            f"{name:17} all blocks together {total:.2f}; single blocks: median {statistics.median(ratios):.2f}, "
-            f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        )
+        sums.row(name, total, statistics.median(ratios), ratios[0], ratios[-1])
     shares = [_whole(a, rows) / _whole(m, rows) for a, m in zip(analytic, measured, strict=True) if _whole(a, rows)]
     middle = statistics.median(shares)
     off = [abs(share / middle - 1) for share in shares]
-    print(
+    note(
         f"blocks relative to each other (without those of views only): deviation from the median ratio "
         f"{statistics.median(off):.0%} (median), {max(off):.0%} (maximum)"
     )

@@ -5,7 +5,7 @@
 Two ranks of one thread each. Each model is trained in one job, with all threads of both ranks bound in every other
 round: the models, the plans and the memory are the same. The first step of each round is dropped.
 
-bound, free   median of the slower rank's steps; in brackets half of the interquartile range, relative to the median
+bound, free   the slower rank's steps
 ratio         free / bound
 """
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from _results import Spread, Table, note
 from _starting import RANNC_RUN, home
 
 PLANS = {"data parallel": ("1", "1"), "2 stages, m 4": ("2", "4"), "2 stages, m 8": ("2", "8")}
@@ -37,7 +37,7 @@ def main() -> None:
         measure(options.rounds, options.steps)
         return
     if len(os.sched_getaffinity(0)) < 2:
-        print("there is only one core: nothing to compare")
+        note("there is only one core: nothing to compare")
         return
     with home() as environment:
         command = [*RANNC_RUN, "--show-ranks", "0", __file__, *sys.argv[1:]]
@@ -48,18 +48,18 @@ def measure(rounds: int, steps: int) -> None:
     """Print a line for each model and plan; on all ranks."""
     from _estimated_models import CPU, models
 
-    import pyrannc
     from rannd.ranks.core_share import BEFORE_VARIABLE
 
-    rank = pyrannc.get_rank()
     own = os.sched_getaffinity(0)
     before = os.environ.get(BEFORE_VARIABLE)
     if before is None:
-        print("rannc-run does not bind ranks here (docs/launching.md): nothing to compare")
+        note("rannc-run does not bind ranks here (docs/launching.md): nothing to compare")
         return
     every = {int(core) for core in before.split(",")}
-    if rank == 0:
-        print(f"{'':32s} {'bound':>18s} {'free':>20s} {'ratio':>7s}")
+    table = Table(
+        f"Steps of two ranks that are bound to cores and that are not, {rounds} rounds each", "model", "plan",
+        ("bound", "{:.2f} ms"), ("free", "{:.2f} ms"), "free / bound",
+    )  # fmt: skip
     for name, make, arguments, _ in models(CPU):
         for plan, (stages, pieces) in PLANS.items() if name in MODELS else ():
             os.environ.update(RANNC_PARTITION_NUM=stages, RANNC_PIPELINE_NUM=pieces)
@@ -70,9 +70,8 @@ def measure(rounds: int, steps: int) -> None:
                 place(own if bound else every)
                 times[bound] += [slower(step) for _ in range(steps + 1)][1:]
             place(own)
-            if rank == 0:
-                (tight, told), (free, told_free) = (described(times[bound]) for bound in (True, False))
-                print(f"{name}, {plan:16s} {told:>18s} {told_free:>20s} {free / tight:7.3f}", flush=True)
+            tight, free = (Spread.of(times[bound], 1e3) for bound in (True, False))
+            table.row(name, plan, tight, free, free.median / tight.median)
 
 
 def training(make: Callable[[], Any], arguments: Iterable[Any]) -> Callable[[], None]:
@@ -115,12 +114,6 @@ def slower(step: Callable[[], None]) -> float:
     took = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return float(took)
-
-
-def described(times: list[float]) -> tuple[float, str]:
-    """Median, and a text with the spread."""
-    low, middle, high = statistics.quantiles(times, n=4)
-    return middle, f"{1e3 * middle:.2f} ms ({(high - low) / 2 / middle:.3f})"
 
 
 if __name__ == "__main__":

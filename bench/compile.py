@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from _gpt2 import Told
+from _results import Spread, Table
 from _starting import GPT2, SCRIPTS, home
 
 ROUNDS = 3
@@ -33,19 +34,21 @@ def main() -> None:
     for name, default in (("ranks", 1), ("layers", 6), ("width", 256), ("rows", 8), ("length", 128), ("steps", 12)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    print(f"GPT-2 with {options.layers} layers of width {options.width} on {options.ranks} ranks")
-    print(f"{'run':<22} {'kinds':>6} {'compiled':>9} {'first step':>11} {'step':>9}")
+    table = Table(
+        f"GPT-2 with {options.layers} layers of width {options.width} on {options.ranks} ranks", "run", "kinds",
+        "compiled", ("first step", "{:.1f} s"), ("step", "{:.0f} ms"),
+    )  # fmt: skip
     with home() as environment:
-        show("compiled, first run", [train(environment, "blocks", options)])
+        show(table, "compiled, first run", [train(environment, "blocks", options)])
         eager, again = [], []
         for _ in range(ROUNDS):
             eager.append(train(environment, "off", options))
             again.append(train(environment, "blocks", options))
-        show("compiled, later runs", again)
-        show("eager", eager[1:])  # the first one has traced and measured
+        show(table, "compiled, later runs", again)
+        show(table, "eager", eager[1:])  # the first one has traced and measured
 
 
-def show(name: str, runs: list[tuple[str, list[Told]]]) -> None:
+def show(table: Table, name: str, runs: list[tuple[str, list[Told]]]) -> None:
     """Print the row of some equal runs."""
     output = runs[0][0]
     made = re.search(r"Compiled (\d+) kinds? of blocks in [\d.]+ s \((\d+) from the cache\)", output)
@@ -55,7 +58,7 @@ def show(name: str, runs: list[tuple[str, list[Told]]]) -> None:
     ranks = [each for _, told in runs for each in told]
     steps = [after - before for each in ranks for before, after in pairwise(each["ends"][WARM:])]
     first = statistics.median(each["ends"][0] - each["built"] for each in ranks)
-    print(f"{name:<22} {kinds:>6} {compiled:>9} {first:>9.1f} s {statistics.median(steps) * 1e3:>6.0f} ms", flush=True)
+    table.row(name, kinds, compiled, first, Spread.of(steps, 1e3))
 
 
 def train(environment: Mapping[str, str], mode: str, options: argparse.Namespace) -> tuple[str, list[Told]]:

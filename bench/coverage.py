@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import selectors
 import subprocess
 import sys
@@ -24,6 +22,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from _results import Cell, Table, found
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 SIDES = ("rannd", "pipelining")
@@ -52,42 +52,42 @@ def main() -> None:
     if unknown:
         parser.error(f"the zoo has no {', '.join(unknown)}; it has {', '.join(known)}")
     names = [name for name in known if not options.models or name in options.models]
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-    print(f"{len(names)} models, {versions}, Python {platform.python_version()}, one thread")
-    print(f"{'model':24s} {'rannd':22s} {'leaves':>6s} {'in leaves':>9s} {'nodes':>5s} {'trace':>6s}  pipeline()")
-    found: dict[str, list[Line]] = {side: [] for side in SIDES}
+    table = Table(
+        f"{len(names)} models, batches of {options.rows}", "model", "rannd", ("leaves", "{:d}"),
+        ("parameters in leaves", "{:.1%}"), ("nodes", "{:d}"), ("trace", "{:.2f} s"), "torch's pipeline()",
+    )  # fmt: skip
+    lines: dict[str, list[Line]] = {side: [] for side in SIDES}
     with contextlib.ExitStack() as stack:
         workers = {side: stack.enter_context(Worker(side, options.rows, options.limit)) for side in SIDES}
         for name in names:
             for side, worker in workers.items():  # one after the other, because they are timed
-                found[side].append(worker.ask(name))
-            print(_row(name, found["rannd"][-1], found["pipelining"][-1]), flush=True)
-    ours, theirs = ([line for line in found[side] if "error" not in line] for side in SIDES)
+                lines[side].append(worker.ask(name))
+            table.row(name, *_cells(lines["rannd"][-1], lines["pipelining"][-1]))
+    ours, theirs = ([line for line in lines[side] if "error" not in line] for side in SIDES)
     enough = [line for line in ours if line["share"] <= MOST_IN_LEAVES]
-    for side, traced, means in (
-        ("rannd", enough, f"traced with at least {1 - MOST_IN_LEAVES:.0%} of the parameters outside leaves"),
-        ("pipelining", theirs, "traced"),
-    ):
-        right = sum(line["wrong"] is None for line in traced)
-        print(f"{side:12s} {len(traced)} of {len(names)} ({len(traced) / len(names):.1%}) {means}, {right} correct")
-    wrong = sum(line["wrong"] is not None for line in ours)
-    print(f"{'':12s} {len(ours)} of {len(names)} run with rannd if any leaves are allowed, {wrong} of them wrong")
+    sums = Table("Of all models", "what", "rannd", "torch's pipeline()")
+    sums.row("runs without an error", len(ours), len(theirs))
+    right = [[line for line in each if line["wrong"] is None] for each in (ours, theirs, enough)]
+    sums.row("outputs, gradients and buffers equal to eager", len(right[0]), len(right[1]))
+    sums.row(f"of these at most {MOST_IN_LEAVES:.0%} of the parameters in leaves", len(right[2]), None)
+    found("coverage", len(right[2]) / len(names), f"{len(right[2])} of {len(names)} models")
 
 
-def _row(name: str, ours: Line, theirs: Line) -> str:
+def _cells(ours: Line, theirs: Line) -> list[Cell]:
+    left: list[Cell]
     if "error" in ours:
-        left = f"{ours['error'][:52]:52s}"
+        left = [ours["error"][:52], None, None, None, None]
     else:
         outcome = "traced" if not ours["leaves"] else "one leaf" if ours["whole"] else "traced with leaves"
         outcome = outcome if ours["wrong"] is None else f"{outcome}, WRONG"
-        left = f"{outcome:22s} {ours['leaves']:6d} {ours['share']:9.1%} {ours['nodes']:5d} {ours['seconds']:5.2f}s"
+        left = [outcome, ours["leaves"], ours["share"], ours["nodes"], ours["seconds"]]
     if "error" in theirs:
         right = theirs["error"]
     elif theirs["wrong"] is None:
         right = f"traced, {theirs['stages']} stage{'s' if theirs['stages'] > 1 else ''}, {theirs['seconds']:.2f}s"
     else:
         right = f"traced, WRONG: {theirs['wrong']}"
-    return f"{name:24s} {left}  {right[:110]}"
+    return [*left, right[:110]]
 
 
 class Worker:

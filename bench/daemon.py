@@ -30,6 +30,7 @@ from pathlib import Path
 
 import psutil
 import zmq
+from _results import Table, found
 
 from rannd.config import Config
 from rannd.daemon.client import spawn
@@ -39,9 +40,10 @@ from rannd.daemon.common.paths import places
 
 KB, MIB = 1000, 1 << 20
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "rannd": "0.1.0"}
+MANY = 64
+"""Clients for which the goals are."""
 PAUSE_S = 0.1
 """Mean pause in seconds between the requests of a client in the case 'now and then'."""
-ROW = "{:52s} {:>12s} {:>12s} {:>14s}   {}"
 
 
 def main() -> None:
@@ -56,17 +58,17 @@ def main() -> None:
     for name, variable in (("run", "XDG_RUNTIME_DIR"), ("cache", "XDG_CACHE_HOME")):
         (home / name).mkdir(mode=0o700)
         os.environ[variable] = str(home / name)
-    print(ROW.format("", "median", "p99", "per second", "goal"))
+    table = Rows()
     try:
-        starts(options.starts)
+        starts(table, options.starts)
         with client() as one:
             for number, entries in enumerate(sorted(options.entries)):
                 fill(one, entries)
                 if not number:
-                    lookups(options.clients, options.lookups, entries)
-                    writes(one, max(5, options.lookups // 20))
-                memory(entries)
-            nearest(one, options.deployments, max(5, options.lookups // 40))
+                    lookups(table, options.clients, options.lookups, entries)
+                    writes(table, one, max(5, options.lookups // 20))
+                memory(table, entries)
+            nearest(table, one, options.deployments, max(5, options.lookups // 40))
     finally:
         spawn.stop(places(), "bench", time.monotonic() + 60)
         shutil.rmtree(home)
@@ -91,11 +93,22 @@ def fill(one: Client, entries: int) -> None:
     one.put_many((profile(number), noise(KB)) for number in range(entries))
 
 
-def row(name: str, times: Sequence[float], a_second: float | None = None, goal: str = "") -> None:
-    """Print a line of the table; `times` in seconds."""
-    late = sorted(times)[min(len(times) - 1, int(len(times) * 0.99))]
-    rate = f"{a_second:,.0f}" if a_second is not None else ""
-    print(ROW.format(name, f"{statistics.median(times) * 1e3:.2f} ms", f"{late * 1e3:.2f} ms", rate, goal), flush=True)
+class Rows:
+    """The table of all requests."""
+
+    def __init__(self) -> None:
+        ms = "{:.2f} ms"
+        self.table = Table(
+            "Requests to the daemon", "what", ("median", ms), ("p99", ms), ("per second", "{:,.0f}"),
+            ("memory", "{:.1f} MiB"),
+        )  # fmt: skip
+
+    def times(self, name: str, times: Sequence[float], a_second: float | None = None) -> tuple[float, float]:
+        """Print a row; `times` in seconds. Returns median and 99th percentile in milliseconds."""
+        late = sorted(times)[min(len(times) - 1, int(len(times) * 0.99))]
+        told = statistics.median(times) * 1e3, late * 1e3
+        self.table.row(name, *told, a_second, None)
+        return told
 
 
 def timed(action: Callable[[], object], repeats: int) -> list[float]:
@@ -110,14 +123,16 @@ def timed(action: Callable[[], object], repeats: int) -> list[float]:
 # -- look-ups ------------------------------------------------------------------------------------------------------
 
 
-def lookups(clients: Sequence[int], wanted: int, entries: int) -> None:
+def lookups(table: Rows, clients: Sequence[int], wanted: int, entries: int) -> None:
     for number in clients:
         each = max(10, wanted // number)
         times, took = herd(number, each, entries, 0.0)
-        row(f"look-up, {number} {'client' if number == 1 else 'clients'} in turn", times, len(times) / took)
+        table.times(f"look-up, {number} {'client' if number == 1 else 'clients'} in turn", times, len(times) / took)
         times, took = herd(number, max(10, min(each, int(5 / PAUSE_S))), entries, PAUSE_S)
-        goal = "1 ms, 5 ms" if number == max(clients) else ""
-        row(f"look-up, {number} now and then", times, len(times) / took, goal)
+        median, late = table.times(f"look-up, {number} now and then", times, len(times) / took)
+    if max(clients) == MANY:
+        found("look-up-median", median)
+        found("look-up-p99", late)
 
 
 def herd(clients: int, each: int, entries: int, pause_s: float) -> tuple[list[float], float]:
@@ -131,9 +146,9 @@ def herd(clients: int, each: int, entries: int, pause_s: float) -> tuple[list[fl
         if child == 0:
             try:
                 os.close(opened)
-                times = member(number, each, entries, pause_s, gate, told)
+                latencies = member(number, each, entries, pause_s, gate, told)
                 with os.fdopen(result, "w") as file:
-                    file.write(" ".join(map(repr, times)))
+                    file.write(" ".join(map(repr, latencies)))
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -143,16 +158,16 @@ def herd(clients: int, each: int, entries: int, pause_s: float) -> tuple[list[fl
         os.read(ready, 1)
     begun = time.perf_counter()
     os.close(opened)
-    found = []
+    times = []
     for source, _ in pipes:
         with os.fdopen(source) as file:
-            found += [float(word) for word in file.read().split()]
+            times += [float(word) for word in file.read().split()]
     took = time.perf_counter() - begun
     for each_end in (gate, ready, told):
         os.close(each_end)
     if [os.waitpid(child, 0)[1] for child in children] != [0] * clients:
         sys.exit("a client failed; see the messages above")
-    return found, took
+    return times, took
 
 
 def member(number: int, each: int, entries: int, pause_s: float, gate: int, told: int) -> list[float]:
@@ -178,28 +193,29 @@ def member(number: int, each: int, entries: int, pause_s: float, gate: int, told
 # -- other requests ------------------------------------------------------------------------------------------------
 
 
-def writes(one: Client, repeats: int) -> None:
+def writes(table: Rows, one: Client, repeats: int) -> None:
     small, large = noise(KB), noise(MIB)
-    row("put of 1 kB", timed(lambda: one.put(profile(0), small), repeats))
-    row("put of 1 MiB", timed(lambda: one.put(profile(0), large), repeats))
-    row("look-up of 1 MiB", timed(lambda: one.get(profile(0)), repeats))
+    table.times("put of 1 kB", timed(lambda: one.put(profile(0), small), repeats))
+    table.times("put of 1 MiB", timed(lambda: one.put(profile(0), large), repeats))
+    table.times("look-up of 1 MiB", timed(lambda: one.get(profile(0)), repeats))
     one.put(profile(0), small)
     batch = [(profile(number), small) for number in range(256)]
     keys = [key for key, _ in batch]
-    row("put of 256 entries of 1 kB, one message", timed(lambda: one.put_many(batch), repeats))
-    row("look-up of the 256, one message", timed(lambda: one.get_many(keys), repeats))
+    table.times("put of 256 entries of 1 kB, one message", timed(lambda: one.put_many(batch), repeats))
+    table.times("look-up of the 256, one message", timed(lambda: one.get_many(keys), repeats))
 
 
-def memory(entries: int) -> None:
+def memory(table: Rows, entries: int) -> None:
     with client() as one:  # measured after all entries were read
         for first in range(0, entries, 256):
             one.get_many([profile(number) for number in range(first, min(first + 256, entries))])
     pid = int(Path(places().life).read_text())
     size = psutil.Process(pid).memory_info().rss
-    print(ROW.format(f"memory of the daemon, {entries} entries", f"{size / MIB:.1f} MiB", "", "", "60 MB"), flush=True)
+    table.table.row(f"memory of the daemon, {entries} entries", None, None, None, size / MIB)
+    found("daemon-memory", size / 1e6, f"{entries} entries")
 
 
-def nearest(one: Client, deployments: int, repeats: int) -> None:
+def nearest(table: Rows, one: Client, deployments: int, repeats: int) -> None:
     """Measure the request for the nearest deployment, which a job sends after a cache miss."""
 
     def key(batch: int) -> Key:
@@ -219,10 +235,10 @@ def nearest(one: Client, deployments: int, repeats: int) -> None:
         )
 
     one.put_many((key(batch), noise(10 * KB)) for batch in range(1, deployments + 1))
-    row(f"why, {deployments} deployments", timed(lambda: one.why(key(deployments + 1)), repeats))
+    table.times(f"why, {deployments} deployments", timed(lambda: one.why(key(deployments + 1)), repeats))
 
 
-def starts(repeats: int) -> None:
+def starts(table: Rows, repeats: int) -> None:
     python = [sys.executable, "-I", "-S", "-c"]
     bare = timed(lambda: subprocess.run([*python, "pass"], check=True), repeats)
     site = str(Path(zmq.__file__).parents[1])
@@ -235,10 +251,11 @@ def starts(repeats: int) -> None:
             whole.append(time.perf_counter() - begun)
         spawn.stop(places(), "bench", time.monotonic() + 60)
     beyond = statistics.median(bare)
-    row("python -I -S -c pass", bare)
-    row("python -I -S -c 'import zmq'", zeromq)
-    row("start to first answer", whole)
-    row("start to first answer, without Python's own start", [each - beyond for each in whole], goal="100 ms")
+    table.times("python -I -S -c pass", bare)
+    table.times("python -I -S -c 'import zmq'", zeromq)
+    table.times("start to first answer", whole)
+    own, _ = table.times("start to first answer, without Python's own start", [each - beyond for each in whole])
+    found("daemon-start", own)
 
 
 if __name__ == "__main__":

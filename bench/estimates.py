@@ -32,12 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from _busy import busy
+from _results import Spread, Table, found, note
 from _starting import home
 from _tensor_bytes import buffer_bytes, lying_and_peak
 
 RANKS = 2
 HALF = "BENCH_ESTIMATES_HALF"
 """Variable of the ranks: 0 or 1, of every two plans the one that is run; unset: all."""
+BUSY = "BENCH_ESTIMATES_BUSY"
+"""Variable of the ranks: processes that come and go beside them."""
 AFTER = 8
 """Steps after which a job learns: a round of `--steps 3` is four."""
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off"}
@@ -97,11 +100,11 @@ def main() -> None:
     command = [str(runner), "-np", str(RANKS), "--show-ranks", "0", __file__, *sys.argv[1:]]
     if not options.calibrate:
         with busy(options.busy):
-            sys.exit(subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
+            variables = {**os.environ, **PLAIN, BUSY: str(options.busy)}
+            sys.exit(subprocess.run(command, env=variables, check=False).returncode)
     with home() as environment, busy(options.busy):
         for half in "01":
-            cached = {"RANNC_CACHE": "on", "RANNC_CALIBRATE_AFTER": str(AFTER), HALF: half}
-            print("plans that are learned from" if half == "0" else "plans that are not", flush=True)
+            cached = {BUSY: str(options.busy), "RANNC_CACHE": "on", "RANNC_CALIBRATE_AFTER": str(AFTER), HALF: half}
             subprocess.run(command, env={**environment, **PLAIN, **cached}, check=True)
 
 
@@ -160,40 +163,55 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
     memory = torch.tensor([each.memory() for each in made], dtype=torch.float64)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     if rank == 0:
+        half = {"0": "plans that are learned from", "1": "plans that nothing was learned from"}
+        kind = half.get(os.environ.get(HALF, ""), "first plans")
+        beside = f", beside {count} processes that come and go" if (count := os.environ.get(BUSY, "0")) != "0" else ""
         plan = made[-1].wrapped.deployment
-        print(
-            f"\nruntime: a call {plan.call_us:.0f} us, each computation and message {plan.host_us:.0f} us of the host"
+        note(
+            f"{kind}{beside}: the runtime takes {plan.call_us:.0f} us for a call, and {plan.host_us:.0f} us of the "
+            f"host for each computation and message"
         )
         if timed:
-            show_times(made, times.tolist())
-        show_memory(made, memory.tolist())
-        print(f"torch {torch.__version__}")
+            show_times(f"{kind}{beside}", made, times.tolist(), judged=kind.startswith("plans that nothing"))
+        show_memory(f"{kind}{beside}", made, memory.tolist())
 
 
-def show_times(made: list[Configuration], times: list[list[float]]) -> None:
+def show_times(what: str, made: list[Configuration], times: list[list[float]], *, judged: bool) -> None:
+    """Print the table of times; goals are those of plans that nothing was learned from, after learning."""
     errors, beyond = [], 0
-    print(f"\n{'':42s} {'predicted':>12s} {'measured':>12s} {'time':>15s}")
+    table = Table(
+        f"Time of steps, {what}", "plan", ("predicted", "{:.2f} ms"), ("measured", "{:.2f} ms"),
+        "measured / predicted", ("half of the quartiles' distance", "{:.3f}"),
+    )  # fmt: skip
     for each, taken in zip(made, times, strict=True):
         low, middle, high = statistics.quantiles(taken, n=4)
         ratio, noise = 1e6 * middle / each.predicted_us, (high - low) / 2 / middle
         errors.append(abs(1 / ratio - 1))
         beyond += errors[-1] > max(0.1, 2 * noise)
-        predicted = f"{each.predicted_us / 1e3:.2f} ms"
-        print(f"{each.name:42s} {predicted:>12s} {1e3 * middle:9.2f} ms {ratio:7.3f} ({noise:.3f})")
+        table.row(each.name, each.predicted_us / 1e3, Spread.of(taken, 1e3), ratio, noise)
     errors.sort()
-    print(
-        f"time: {len(errors)} configurations, error of the prediction: median {statistics.median(errors):.3f}, "
-        f"95th percentile {errors[int(0.95 * (len(errors) - 1))]:.3f}; {beyond} exceed both 10 % and twice the noise"
-    )
+    median, late = statistics.median(errors), errors[int(0.95 * (len(errors) - 1))]
+    sums = Table(
+        f"Error of the prediction, {what}", "plans", ("median", "{:.1%}"), ("95th percentile", "{:.1%}"),
+        "beyond both 10 % and twice the spread of their steps",
+    )  # fmt: skip
+    sums.row(len(errors), median, late, beyond)
+    if judged:
+        found("estimate-median", median, what)
+        found("estimate-p95", late, what)
 
 
-def show_memory(made: list[Configuration], memory: list[tuple[float, float]]) -> None:
-    print(f"\n{'memory: used / planned':42s} {'kept':>7s} {'none':>7s}")
+def show_memory(what: str, made: list[Configuration], memory: list[tuple[float, float]]) -> None:
+    """Print the table of memory; goals are those of gradients that are kept."""
+    table = Table(f"Memory, used / planned, {what}", "plan", "gradients kept", "gradients dropped")
     for each, (kept, none) in zip(made, memory, strict=True):
-        print(f"{each.name:42s} {kept:7.3f} {none:7.3f}")
-    for name, parts in zip(("kept", "none"), zip(*memory, strict=True), strict=True):
-        off = statistics.median(abs(1 / part - 1) for part in parts)
-        print(f"memory, gradients {name}: median error {off:.3f}, used / planned {min(parts):.3f} to {max(parts):.4f}")
+        table.row(each.name, kept, none)
+    kept_all, none_all = zip(*memory, strict=True)
+    off = statistics.median(abs(1 / part - 1) for part in kept_all)
+    found("estimate-memory", off, what)
+    found("estimate-memory-most", max(kept_all), what)
+    off = statistics.median(abs(1 / part - 1) for part in none_all)
+    note(f"gradients dropped: median error {off:.1%}, used / planned {min(none_all):.3f} to {max(none_all):.3f}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from _in_turns import GptSizes, gpt2
+from _results import Spread, Table, found
 
 SIDES = ("trainer", "accelerate", "lightning")
 SIZES = GptSizes()
@@ -67,15 +68,15 @@ def compare(what: list[str], rounds: int, steps: int) -> None:
             times = [after - before for before, after in itertools.pairwise(ends[2:])]
             if number:
                 medians[side].append(statistics.median(times))
-    if pyrannc.get_rank() == 0:
-        print(f"plain loop: {1e3 * statistics.median(medians['plain']):.1f} ms a step", flush=True)
-        for side in what:
-            ratios = sorted(one / other for one, other in zip(medians[side], medians["plain"], strict=True))
-            print(
-                f"{side:10s}: ratio {statistics.median(ratios):.4f} ({ratios[0]:.4f} to {ratios[-1]:.4f}), "
-                f"{1e3 * statistics.median(medians[side]):.1f} ms a step",
-                flush=True,
-            )
+    table = Table(
+        f"GPT-2 in frameworks, two ranks, two stages, {rounds} rounds", "side", ("step", "{:.1f} ms"),
+        "step / that of a plain loop",
+    )  # fmt: skip
+    table.row("plain loop", Spread.of(medians["plain"], 1e3), None)
+    for side in what:
+        ratio = Spread.of([one / other for one, other in zip(medians[side], medians["plain"], strict=True)])
+        table.row(side, Spread.of(medians[side], 1e3), ratio)
+        found("frameworks", ratio.median, side)
 
 
 def rows(steps: int) -> list[dict[str, Any]]:

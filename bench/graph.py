@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from _results import Spread, Table, found, note
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,9 +35,6 @@ def main() -> None:
     if options.only:
         large(options.only)
         return
-    import torch
-
-    print(f"torch {torch.__version__}, one thread, {datetime.now(UTC):%Y-%m-%d}")
     stored(options.layers, options.rounds)
     for width, sequence in ((128, 64), (768, 128)):
         compared(options.rounds, width, sequence)
@@ -69,14 +66,14 @@ def _call(model: Any, rows: int, sequence: int) -> tuple[Any, list[Any]]:
     return signature, [tensor.to(home) for tensor in call.tensors]
 
 
-def _times(action: Callable[[], Any], rounds: int) -> tuple[float, str]:
-    """Time an action; returns the median in milliseconds, and a text with median and maximum."""
-    found = []
+def _times(action: Callable[[], Any], rounds: int) -> Spread:
+    """Time an action, in milliseconds."""
+    taken = []
     for _ in range(rounds):
         start = time.perf_counter()
         action()
-        found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found), f"{statistics.median(found):9.1f} ms (worst of {rounds}: {max(found):.1f})"
+        taken.append(time.perf_counter() - start)
+    return Spread.of(taken, 1e3)
 
 
 def stored(layers: int, rounds: int) -> None:
@@ -100,25 +97,29 @@ def stored(layers: int, rounds: int) -> None:
     def cached() -> None:
         fingerprint(model, signature, torch.device("cpu"))
         loaded, _ = decode(data, model)
-        graph_hash(loaded, signature)
+        graph_hash(loaded, signature, model)
 
-    tracing, text = _times(lambda: trace(model, signature, tensors, torch.device("cpu")), min(rounds, 3))
-    print(f"GPT-2 of {layers} layers, {nodes} nodes, stored in {len(data)} bytes")
-    print(f"  trace       {text}; first in the process {first:.1f} ms")
-    loading, text = _times(cached, rounds)
-    print(f"  cached      {text}: {tracing / loading:.1f} times faster than tracing")
+    table = Table(
+        f"GPT-2 of {layers} layers, {nodes:,} nodes, stored in {len(data):,} bytes", "what", ("time", "{:,.1f} ms")
+    )
+    tracing = _times(lambda: trace(model, signature, tensors, torch.device("cpu")), min(rounds, 3))
+    table.row("trace", tracing)
+    table.row("trace, the first in the process", first)
+    loading = _times(cached, rounds)
+    table.row(f"cached, {tracing.median / loading.median:.1f} times as fast as tracing", loading)
     for name, action in {
         "fingerprint": lambda: fingerprint(model, signature, torch.device("cpu")),
         "decode": lambda: decode(data, model),
-        "hash": lambda: graph_hash(traced, signature),
+        "hash": lambda: graph_hash(traced, signature, model),
         "encode": lambda: encode(traced, None),
     }.items():
-        middle, text = _times(action, rounds)
-        each = f", {middle * 10_000 / nodes:.1f} ms for 10,000 nodes" if name == "hash" else ""
-        print(f"  {name:11s} {text}{each}")
+        took = _times(action, rounds)
+        table.row(name, took)
+        if name == "hash":
+            found("hash", took.median * 10_000 / nodes, f"from {nodes:,} nodes")
     home = tensors[0].device
-    _, text = _times(lambda: build(model, signature, tensors, home, decode(data, model)[0]), rounds)
-    print(f"  decode, row analysis, placement, task graph {text}")
+    took = _times(lambda: build(model, signature, tensors, home, decode(data, model)[0]), rounds)
+    table.row("decode, batch-dimension analysis, placement, task graph", took)
 
 
 def compared(rounds: int, width: int, sequence: int) -> None:
@@ -147,7 +148,10 @@ def compared(rounds: int, width: int, sequence: int) -> None:
         hook_proofs._known.clear()
         assert not hook_proofs.failing()
 
-    print(f"GPT-2 of 4 layers, {width} wide, sequences of {sequence}: verify_trace")
+    table = Table(
+        f"verify_trace, GPT-2 of 4 layers, width {width}, {sequence} tokens", "rows of the mini-batch",
+        ("step", "{:.0f} ms"), ("comparison", "{:.0f} ms"), ("in steps", "{:.2f}"), ("of tracing", "{:.1%}"),
+    )  # fmt: skip
     for rows in (1, 2, 4, 16):
         signature, tensors = _call(model, rows, sequence)
         begun = time.perf_counter()
@@ -162,13 +166,10 @@ def compared(rounds: int, width: int, sequence: int) -> None:
         def check(graph: Any = graph, tensors: list[Any] = tensors) -> None:
             assert compare(model, graph, rows_to_compare(graph, tensors)) is None
 
-        stepping, text = _times(step, rounds)
-        checking, found = _times(check, rounds)
-        print(f"  {rows:2d} rows: step {text}")
-        share = checking / tracing / 10
-        print(f"  {rows:2d} rows: compare {found}: {checking / stepping:.2f} steps, {share:.1f} % of tracing")
-    _, text = _times(prove, rounds)
-    print(f"  check of all hooks {text}")
+        stepping, checking = _times(step, rounds), _times(check, rounds)
+        share = checking.median / tracing / 1e3
+        table.row(rows, stepping, checking, checking.median / stepping.median, share)
+    note(f"check of all hooks into torch: {_times(prove, rounds).median:.1f} ms")
 
 
 def _peak_kib() -> int:
@@ -205,10 +206,11 @@ def large(name: str) -> None:
     building = time.perf_counter() - start
     peak = _peak_kib()
     billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
-    print(
-        f"{name}: {billions:.0f} billion parameters, {len(graph.nodes)} ops, trace {tracing:.1f} s, task graph "
-        f"{building:.1f} s, peak memory {peak / 2**20:.2f} GiB ({before / 2**20:.2f} before the model was built)"
-    )
+    table = Table(
+        "Models on the meta device", "model", ("10^9 parameters", "{:.0f}"), "nodes", ("trace", "{:.1f} s"),
+        ("task graph", "{:.1f} s"), ("peak memory", "{:.2f} GiB"), ("before the model was built", "{:.2f} GiB"),
+    )  # fmt: skip
+    table.row(name, billions, len(graph.nodes), tracing, building, peak / 2**20, before / 2**20)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from _results import Table
 from msgspec.structs import replace
 
 from rannd.config import Config
@@ -87,10 +88,10 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true")
     options = parser.parse_args()
     heads = ["model", "one per slot", "step", "chosen", *(f"{name}, v = {passes}" for name, passes in KINDS), "time"]
-    print(f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |", sep="\n", flush=True)
     for name in options.what or SETTINGS:
+        table = Table(f"Several stages on a slot, setting {name} (simulated)", *heads)
         for model, workshop in SETTINGS[name](options):
-            line(model, workshop, options)
+            line(table, model, workshop, options)
 
 
 # -- settings -------------------------------------------------------------------------------------------------
@@ -282,12 +283,12 @@ class Workshop:
         return best
 
 
-def line(model: str, workshop: Workshop, options: argparse.Namespace) -> None:
+def line(table: Table, model: str, workshop: Workshop, options: argparse.Namespace) -> None:
     """Print the row of a model."""
     begin = time.process_time()
     one = workshop.planned(replace(workshop.options, virtual_stages="1"))
     if one is None:
-        print(f"| {model} | nothing fits |", flush=True)
+        table.row(model, "nothing fits", *[None] * (len(table.columns) - 2))
         return
     middle = time.process_time()
     chosen = workshop.planned(workshop.options)
@@ -298,7 +299,7 @@ def line(model: str, workshop: Workshop, options: argparse.Namespace) -> None:
     cells += [_cell(each, step) for each in found]
     took = f"{middle - begin:.1f}, {end - middle:.1f}, {time.process_time() - begin:.0f} s"
     text = f"{one.schedule}, {shape_of(one)}, {fullest_bytes(one) / GIB:.1f} GiB"
-    print(f"| {model} | {text} | {_seconds(step)} | {' | '.join(cells)} | {took} |", flush=True)
+    table.row(model, text, _seconds(step), *cells, took)
     for each in found if options.draw else []:
         if each is not None:
             _draw(workshop, each[1])

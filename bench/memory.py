@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from _in_turns import GptSizes, Training, compare, gpt2, training
+from _results import Table, found, note
 from _starting import SCRIPTS
 from _tensor_bytes import lying, lying_and_peak, mapped_files, regions
 
@@ -46,8 +47,6 @@ PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off"
 ONE_STAGE = {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}
 PARTS = ("parameters", "gradients", "optimizer")
 NEAR = 0.02
-SLOWER = 1.3
-"""Goal for the time of a step that offloads, as a multiple of that without."""
 NOTHING_AWAY = {
     "RANNC_OFFLOAD_OPTIMIZER": "0",
     "RANNC_OFFLOAD_PARAMS": "0",
@@ -92,21 +91,21 @@ class Way:
     variables: dict[str, str]
     shared: tuple[str, ...] = ()
     """Those of `PARTS` of which each replica has only its share."""
-    goal: float = 0.0
-    """Of its throughput, as a share of that of `peer`."""
+    goal: str = ""
+    """Of its throughput, as a share of that of `peer`: one of GOALS."""
     peer: str = "DistributedDataParallel"
 
 
 WAYS = (
     Way("ZeRO 0", {"RANNC_ZERO_STAGE": "0"}),
-    Way("ZeRO 1", {"RANNC_ZERO_STAGE": "1"}, ("optimizer",), 0.97),
-    Way("ZeRO 2", {"RANNC_ZERO_STAGE": "2"}, ("gradients", "optimizer"), 0.95),
-    Way("ZeRO 3", {"RANNC_ZERO_STAGE": "3"}, PARTS, 1.0, "FSDP2"),
+    Way("ZeRO 1", {"RANNC_ZERO_STAGE": "1"}, ("optimizer",), "zero-1"),
+    Way("ZeRO 2", {"RANNC_ZERO_STAGE": "2"}, ("gradients", "optimizer"), "zero-2"),
+    Way("ZeRO 3", {"RANNC_ZERO_STAGE": "3"}, PARTS, "zero-3", "FSDP2"),
     Way(
         "ZeRO 3, resharding",
         {"RANNC_ZERO_STAGE": "3", "RANNC_RESHARD_AFTER_FORWARD": "1"},
         PARTS,
-        1.0,
+        "zero-3",
         "FSDP2, resharding",
     ),
 )
@@ -131,7 +130,6 @@ def main() -> None:
     worst = 0
     for what in options.what or WHAT:
         for ranks in {"throughput": [2], "larger": [1], "offload": [1]}.get(what, options.ranks):
-            print(f"-- {what}, {ranks} ranks", flush=True)
             command = [str(SCRIPTS / "rannc-run"), "-np", str(ranks), "--show-ranks", "0", __file__, what, *given]
             variables = {**os.environ, **PLAIN, **(GIVEN_BACK if what == "larger" else {})}
             worst = max(worst, subprocess.run(command, env=variables, check=False).returncode)
@@ -182,35 +180,31 @@ def estimate(made: Training) -> Any:
 def tensor_bytes(sizes: GptSizes) -> bool:
     import pyrannc
 
-    good = True
+    worst = 0.0
     whole: list[float] = []
-    if not pyrannc.get_rank():
-        print(f"{'MiB, and measured / planned':28s} " + " ".join(f"{name:>16s}" for name in (*PARTS, "peak")))
+    names = (*PARTS, "peak")
+    table = Table(
+        f"Bytes of tensors between steps and at the peak of one, {pyrannc.get_world_size()} ranks", "ZeRO", "rank",
+        *((name, "{:.2f} MiB") for name in names), *((f"{name} / planned", "{:.2f}") for name in names),
+    )  # fmt: skip
     for way in WAYS:
         made = wrapped(sizes, {**ONE_STAGE, **way.variables})
         for _ in range(WARM_UP):
             made.step()
-        found = lying(made.wrapped, made.optimizer)
+        parts = lying(made.wrapped, made.optimizer)
         _, most = lying_and_peak(made.step, made.wrapped, made.optimizer)
         plan = estimate(made)
         planned = (plan.param_bytes, plan.grad_bytes, plan.optimizer_bytes, plan.total_bytes)
-        told = gathered([*found, most])
-        whole = whole or list(found)
+        told = gathered([*parts, most])
+        whole = whole or list(parts)
         for rank, each in enumerate(told):
-            cells = [f"{a / 2**20:9.2f} ({a / b:.2f})" for a, b in zip(each, planned, strict=True)]
-            if not pyrannc.get_rank():
-                print(f"{f'{way.name}, rank {rank}':28s} {' '.join(f'{cell:>16s}' for cell in cells)}")
+            ratios = [here / there for here, there in zip(each, planned, strict=True)]
+            table.row(way.name, rank, *(size / 2**20 for size in each), *ratios)
             for part, here, full in zip(PARTS, each, whole, strict=False):
                 due = full / len(told) if part in way.shared else full
-                if abs(here / due - 1) > NEAR:
-                    good = False
-                    print(f"{way.name}, rank {rank}: {here:.0f} bytes of {part}, {due:.0f} were due", file=sys.stderr)
-        if not pyrannc.get_rank():
-            for part, here, full in zip(PARTS, told[0], whole, strict=False):
-                if part in way.shared:
-                    print(f"{way.name}: {part} are {here / full:.4f} of the whole, 1 / {len(told)} is due")
+                worst = max(worst, abs(here / due - 1))
         pyrannc.clear()
-    return good
+    return found("zero-bytes", worst, f"{len(told)} ranks, the worst of all parts and stages of ZeRO")
 
 
 def throughput(sizes: GptSizes, rounds: int, steps: int) -> bool:
@@ -227,11 +221,10 @@ def throughput(sizes: GptSizes, rounds: int, steps: int) -> bool:
         *((way.name, way.peer) for way in WAYS if way.peer in FSDP2),
         *((name, DDP) for name in FSDP2),
     ]
-    found = compare(sides, rounds, steps, pairs)
-    for way in WAYS if found else ():
+    ratios = compare("GPT-2, replicas on two ranks", sides, rounds, steps, pairs)
+    for way in WAYS:
         if way.goal:
-            name = f"{way.name} / {way.peer}"
-            print(f"{name}: {'reaches' if found[name] >= way.goal else 'MISSES'} the goal, {way.goal}")
+            found(way.goal, ratios[f"{way.name} / {way.peer}"], f"{way.name} / {way.peer}")
     return True
 
 
@@ -264,24 +257,28 @@ def fit(sizes: GptSizes) -> bool:
             return exc.needed
         raise AssertionError(f"{sizes} fits 1 MiB")
 
-    first = not pyrannc.get_rank()
     whole, *others = gathered([needed(way) for way in WAYS])[0]  # rank 0's error has the number
     shared = min(others)
     state = training_state(sizes)
     limit = MORE * shared
-    if first:
-        print(f"one stage needs at least {whole / 2**20:.1f} MiB without ZeRO, {shared / 2**20:.1f} with it;", end=" ")
-        print(f"limit {limit / 2**20:.1f}; values, gradients and AdamW's state {state / 2**20:.1f},", end=" ")
-        print(f"{state / limit:.2f} of it")
+    ranks = pyrannc.get_world_size()
+    note(
+        f"{ranks} ranks: a plan of one stage needs at least {whole / 2**20:.1f} MiB without ZeRO, "
+        f"{shared / 2**20:.1f} with it; the limit is {limit / 2**20:.1f}, {limit / state:.2f} of values, gradients and "
+        f"AdamW's state"
+    )
+    table = Table(
+        f"A limit that one stage without ZeRO does not keep, {ranks} ranks", "asked for", "plan",
+        ("first loss", "{:.4f}"), ("last loss", "{:.4f}"), ("peak", "{:.1f} MiB"), ("limit", "{:.1f} MiB"),
+    )  # fmt: skip
     good = True
     for asked, variables in (("one stage", {"RANNC_PARTITION_NUM": "1"}), ("any stages", {})):
         made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30), **NOTHING_AWAY, **variables})
         losses = [float(made.step()) for _ in range(WARM_UP)]
         _, most = lying_and_peak(made.step, made.wrapped, made.optimizer)
         most = max(each for (each,) in gathered([most]))
-        if first:
-            print(f"{asked}: {plan_line(made.wrapped.deployment)}")
-            print(f"{'':{len(asked)}s}  loss {losses[0]:.4f} to {losses[-1]:.4f}, peak {most / 2**20:.1f} MiB")
+        plan = plan_line(made.wrapped.deployment)
+        table.row(asked, plan, losses[0], losses[-1], most / 2**20, limit / 2**20)
         good &= most <= limit and losses[-1] < losses[0] and (made.wrapped.deployment.zero > 0 or not variables)
         pyrannc.clear()
     return good
@@ -300,11 +297,12 @@ def larger(sizes: GptSizes) -> bool:
     watch.start()
     losses = [float(made.step()) for _ in range(WARM_UP)]
     most = watch.end()
-    print(
-        f"training state {state:.0f} MiB; limit of a process {limit:.0f}, with {own} of Python and libraries;", end=" "
-    )
-    print(plan_line(made.wrapped.deployment))
-    print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}, most private memory {most} MiB")
+    table = Table(
+        "A process that may have a third of the training state as private memory, one rank", "plan",
+        *((name, "{:.0f} MiB") for name in ("training state", "limit", "of it Python and libraries", "most")),
+        ("first loss", "{:.4f}"), ("last loss", "{:.4f}"),
+    )  # fmt: skip
+    table.row(plan_line(made.wrapped.deployment), state, limit, own, most, losses[0], losses[-1])
     return most <= limit and losses[-1] < losses[0]
 
 
@@ -316,25 +314,26 @@ def training_state(sizes: GptSizes) -> int:
 def offload(sizes: GptSizes, rounds: int, steps: int) -> bool:
     good = True
     sides: dict[str, Any] = {}
+    table = Table(
+        "What is in files between steps, one rank", "offloaded", "what", ("size", "{:.2f} MiB"),
+        ("in memory", "{:.2f} MiB"), ("planned elsewhere, of all", "{:.2f} MiB"),
+    )  # fmt: skip
     losses: list[list[float]] = []
     for name, items in OFFLOADS.items():
         made = wrapped(sizes, {**ONE_STAGE, **NOTHING_AWAY, **items})
         losses.append([float(made.step()) for _ in range(WARM_UP)])
         plan, files = estimate(made), mapped_files()
-        told = []
-        for what, found in regions(made.wrapped, made.optimizer).items():
-            size = sum(found.values())
-            away = sum(count for place, count in found.items() if any(place in file for file in files))
-            told.append(f"{what} {size / 2**20:.2f} MiB, {(size - away) / 2**20:.2f} of it in memory")
+        for what, places in regions(made.wrapped, made.optimizer).items():
+            size = sum(places.values())
+            away = sum(count for place, count in places.items() if any(place in file for file in files))
+            table.row(name, what, size / 2**20, (size - away) / 2**20, plan.offloaded_bytes / 2**20)
             good &= what not in OFFLOADED[name] or size - away <= NEAR * size
-        print(f"{name}: {'; '.join(told)}; planned elsewhere {plan.offloaded_bytes / 2**20:.2f} MiB")
         sides[name] = made.step
     good &= all(each == losses[0] for each in losses)
-    times = compare(sides, rounds, steps, [(plain, other) for other, plain in BESIDE.items()])
+    pairs = [(plain, other) for other, plain in BESIDE.items()]
+    times = compare("GPT-2, one rank, offloaded and in memory", sides, rounds, steps, pairs)
     for other, plain in BESIDE.items():
-        ratio = times[f"{plain} / {other}"]
-        verdict = "reaches" if ratio <= SLOWER else "MISSES"
-        print(f"{other}: a step takes {ratio:.3f} of one {plain}: {verdict} the goal, {SLOWER}")
+        found("offload", times[f"{plain} / {other}"], f"{other}, beside {plain}")
     return good
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "plan"), str(TESTS / "runner")]
 
+from _results import Spread, Table, found  # noqa: E402
 from plan_graphs import transformer  # noqa: E402
 from shown_plans import measured, planned  # noqa: E402
 
@@ -45,7 +46,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
-    print(f"{'operators':>9} {'entry':>10} {'compressed':>10} {'page':>10} {'median':>8} {'slowest':>8}")
+    kb = "{:.0f} KB"
+    table = Table(
+        "Pages of plans for 16 devices", "operators", ("stored plan", kb), ("compressed", kb), ("page", kb),
+        ("time", "{:.2f} s"),
+    )  # fmt: skip
     for layers in (59, 588):
         plan, other = (
             planned(transformer(layers), 16, ranked=False, memory=10**15, pipeline_num=8, max_partition_num=64, **items)
@@ -63,8 +68,10 @@ def main() -> None:
                 times.append(time.perf_counter() - begun)
             size = (folder / "page.html").stat().st_size
         count = sum(len(stage.ops) for stage in plan.stages)
-        sizes = " ".join(f"{each / 1e3:7.0f} KB" for each in (len(entry), len(zlib.compress(entry)), size))
-        print(f"{count:9,} {sizes} {statistics.median(times):6.2f} s {max(times):6.2f} s", flush=True)
+        sizes = (len(entry), len(zlib.compress(entry)), size)
+        table.row(count, *(each / 1e3 for each in sizes), Spread.of(times))
+    found("page", statistics.median(times))
+    found("page-size", size / 1e6)
 
 
 if __name__ == "__main__":

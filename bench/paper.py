@@ -36,6 +36,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from _results import Table, note
 from msgspec.structs import replace
 from torch import Tensor, nn
 
@@ -84,21 +85,17 @@ def main() -> None:
     options = parser.parse_args()
     cluster = load_cluster(options.cluster)
     limit = int(cluster.memory_bytes * (1 - Config().mem_margin))
-    print(
+    note(
         f"{options.devices} devices of {cluster.name} ({cluster.description}), {limit / GIB:.1f} GiB of "
         f"{cluster.memory_gib:g} for a plan; {'float16 autocast' if options.half else 'float32'}; torch "
-        f"{torch.__version__}, transformers {transformers.__version__}; nothing ran on such devices\n"
+        f"{torch.__version__}, transformers {transformers.__version__}; nothing ran on such devices"
     )
-    print(row(HEADER), row("---" for _ in HEADER), sep="\n", flush=True)
+    table = Table(f"Plans for the models of RaNNC's paper, {options.devices} devices (simulated)", *HEADER)
     target = Target(cluster, options.devices, limit, options.half, options.blocks, options.steps)
     for name in options.what or ("bert", "resnet"):
         rows = -(-(options.batch or {"bert": 256, "resnet": 512}[name]) // options.devices)
         for model in berts(options, rows) if name == "bert" else resnets(options.widths, rows):
-            print(row(line(model, target)), flush=True)
-
-
-def row(cells: Iterator[str] | tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
+            table.row(*line(model, target))
 
 
 # -- models ---------------------------------------------------------------------------------------------------

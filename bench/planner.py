@@ -33,6 +33,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from _results import Cell, Spread, Table, found, note
 
 from rannd.config.cluster import load_cluster
 from rannd.errors import DoesNotFitError
@@ -70,7 +71,6 @@ def main() -> None:
     parser.add_argument("--by-e", action="store_true", help="value: our plans without the ranking by simulated time")
     options = parser.parse_args()
     for name in options.what or MEASUREMENTS:
-        print(f"-- {name}")
         MEASUREMENTS[name](options)
 
 
@@ -80,6 +80,12 @@ def main() -> None:
 def times(repeats: int) -> None:
     from plan_graphs import transformer
 
+    table = Table(
+        f"Search for a plan, 32 blocks, 8 devices in a node, {repeats} repeats", "devices", "memory", "ranked",
+        ("time", "{:.1f} ms"), "stages", "microbatches", ("gap to the smallest E", "{:.1%}"),
+    )  # fmt: skip
+    longest: dict[tuple[int, bool], float] = {}
+    gaps: dict[int, float] = {}
     graph = scaled(transformer(24))
     options = PlanOptions()
     costs = layered(32)
@@ -92,30 +98,43 @@ def times(repeats: int) -> None:
                 took = []
                 for _ in range(repeats):
                     start = time.perf_counter()
-                    found = plan(graph, blocks, costs, memory_bytes=memory, ranked=ranked, **given)  # type: ignore[arg-type]
+                    best = plan(graph, blocks, costs, memory_bytes=memory, ranked=ranked, **given)  # type: ignore[arg-type]
                     took.append((time.perf_counter() - start) * 1e3)
-                gap = found.e_us / found.bound_us - 1 if found.bound_us else math.nan  # another schedule is faster
-                print(
-                    f"{world:4d} devices, {name:12s} {'ranked' if ranked else '':10s}"
-                    f"{statistics.median(took):8.1f} ms ({min(took):.1f} to {max(took):.1f})  "
-                    f"{len(found.stages)} stages, {found.microbatches} microbatches, gap {gap:.1%}"
-                )
+                gap = best.e_us / best.bound_us - 1 if best.bound_us else None  # None: another schedule is faster
+                stages = len(best.stages)
+                told = "by simulation" if ranked else None
+                table.row(world, name, told, Spread.of(took), stages, best.microbatches, gap)
+                longest[world, ranked] = max(longest.get((world, ranked), 0.0), statistics.median(took))
+                gaps[world] = max(gaps.get(world, 0.0), gap or 0.0)
+    for world in (8, 64, 512):
+        found(f"planner-{world}", longest[world, False], "the longest of three memory sizes")
+    found("planner-ranked-64", longest[64, True], "the longest of three memory sizes")
+    found("planner-gap", gaps[64])
 
 
 def block_times(repeats: int) -> None:
     from plan_graphs import transformer
 
-    for layers in (66, 666):
+    table = Table(
+        f"From a graph to blocks, cost tables and a plan for 8 devices, {repeats} repeats", "operators", "blocks",
+        ("blocks", "{:.2f} s"), ("cost tables", "{:.2f} s"), ("plan", "{:.2f} s"),
+    )  # fmt: skip
+    slots = tuple(Slot(0, device) for device in range(8))
+    for layers, goal in ((59, "graph-1000"), (588, "graph-10000")):
         graph = transformer(layers)
         took = []
         for _ in range(repeats):
             start = time.perf_counter()
             blocks = make_blocks(Partitioning.of(graph), PlanOptions(), world=8)
             middle = time.perf_counter()
-            Intervals(graph, blocks, layered(len(blocks)).blocks)
-            took.append((middle - start, time.perf_counter() - middle))
-        blocks_s, tables_s = (statistics.median(each) for each in zip(*took, strict=True))
-        print(f"{len(graph.ops)} operators: {len(blocks)} blocks in {blocks_s:.2f} s, cost tables in {tables_s:.2f} s")
+            costs = layered(len(blocks))
+            Intervals(graph, blocks, costs.blocks)
+            end = time.perf_counter()
+            plan(graph, blocks, costs, world=8, slots=slots, batch_rows=512, memory_bytes=PLENTY, options=PlanOptions())
+            took.append((middle - start, end - middle, time.perf_counter() - end))
+        parts = [Spread.of(each) for each in zip(*took, strict=True)]
+        table.row(len(graph.ops), len(blocks), *parts)
+        found(goal, sum(part.median for part in parts))
 
 
 def scaled(graph: TaskGraph) -> TaskGraph:
@@ -140,18 +159,21 @@ def layered(count: int) -> CostTable:
 def regret(instances: int = 400) -> None:
     from plan_instances import Instance, played
 
-    found: dict[str, list[float]] = {"one stage": [], "equal": [], "unequal": []}
+    kinds: dict[str, list[float]] = {"one stage": [], "equal": [], "unequal": []}
     for seed in range(instances):
         instance = Instance(seed)
         deployment = instance.plan()
         replicas = {len(stage.slots) for stage in deployment.stages}
         difference = played(instance, deployment).step_us / deployment.e_us - 1
         equal = "one stage" if len(deployment.stages) == 1 else "equal"
-        found[equal if len(replicas) == 1 else "unequal"].append(difference)
-    print(f"{'replicas':10s} {'plans':>5s} {'smallest':>9s} {'10 %':>9s} {'median':>9s} {'90 %':>9s} {'largest':>9s}")
-    for name, differences in found.items():
-        quantiles = np.quantile(differences, [0, 0.1, 0.5, 0.9, 1])
-        print(f"{name:10s} {len(differences):5d} {' '.join(f'{each:+9.1%}' for each in quantiles)}")
+        kinds[equal if len(replicas) == 1 else "unequal"].append(difference)
+    quantiles = {"smallest": 0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "largest": 1}
+    table = Table(
+        f"Simulated step relative to E, plans of {instances} random models", "replicas", "plans",
+        *((name, "{:+.1%}") for name in quantiles),
+    )  # fmt: skip
+    for name, differences in kinds.items():
+        table.row(name, len(differences), *np.quantile(differences, list(quantiles.values())).tolist())
 
 
 # -- value of plans -------------------------------------------------------------------------------------------
@@ -304,6 +326,10 @@ def value(models: int, *, ranked: bool) -> None:
     ratios: dict[str, list[float]] = {"RaNNC's rule": [], "even": []}
     regrets = []
     done = 0
+    table = Table(
+        f"Simulated step of other plans / of rannd's, {WORLD} devices", "model", "memory", "stages", "microbatches",
+        *(part for other in ratios for part in (other, f"{other}: stages x microbatches")),
+    )  # fmt: skip
     for name, graph in zoo_graphs():
         if done == models:
             break
@@ -311,7 +337,6 @@ def value(models: int, *, ranked: bool) -> None:
         blocks = make_blocks(Partitioning.of(graph), PlanOptions(), world=WORLD)
         ops = [block.ops for block in blocks]
         costs = analytic_costs(graph, ops, cluster, fewest=1, most=ROWS, nodes=2)
-        line = []
         for part in (1.0, PART):
             case = Case(graph, blocks, costs, PLENTY, slots, ROWS * WORLD)
             if part < 1:
@@ -320,32 +345,29 @@ def value(models: int, *, ranked: bool) -> None:
                 case = Case(graph, blocks, costs, int(most * part), slots, ROWS * WORLD)
             ours = case.ours(ranked=ranked)
             if ours is None:
-                line.append("nothing fits")
+                table.row(name, f"{part:.0%}", "nothing fits", None, None, None, None, None)
                 continue
             took = case.step_us(ours)
             regrets.append(took / ours.e_us)
-            text = f"{len(ours.stages)} stages x m {ours.microbatches}"
+            cells: list[Cell] = []
             others = {"RaNNC's rule": case.rannc(), "even": min(case.even(), key=case.step_us, default=None)}
             for other, deployment in others.items():
                 if deployment is None:
-                    text += f", {other}: nothing fits"
+                    cells += ["nothing fits", None]
                     continue
                 ratio = case.step_us(deployment) / took
                 ratios[other].append(ratio)
-                text += f", {other} {ratio:.3f} ({len(deployment.stages)} x {deployment.microbatches})"
-            line.append(text)
-        print(f"{name:22s} {line[0]}\n{f'{PART:.0%} of the memory':>22s} {line[1]}", flush=True)
-    for other, found in ratios.items():
-        mean = math.exp(statistics.fmean(map(math.log, found)))
-        worse = sum(ratio < 0.999 for ratio in found)
-        print(
-            f"{other}: geometric mean {mean:.3f} ({min(found):.3f} to {max(found):.3f}), "
-            f"{worse} of {len(found)} below 1"
-        )
-    regrets.sort()
-    print(
-        f"simulated / E of our plans: median {statistics.median(regrets):.3f} ({regrets[0]:.3f} to {regrets[-1]:.3f})"
-    )
+                cells += [ratio, f"{len(deployment.stages)} x {deployment.microbatches}"]
+            table.row(name, f"{part:.0%}", len(ours.stages), ours.microbatches, *cells)
+    means = Table("All of them", "plan", "plans that fit", "geometric mean", "smallest", "largest", "below 0.999")
+    for other, each in ratios.items():
+        mean = math.exp(statistics.fmean(map(math.log, each)))
+        worse = sum(ratio < 0.999 for ratio in each)
+        means.row(other, len(each), mean, min(each), max(each), worse)
+        found("value-even" if other == "even" else "value-rannc", mean, f"{len(each)} plans")
+    found("value-worst", min(map(min, ratios.values())))
+    spread = Spread.of(regrets)
+    note(f"simulated / E of rannd's plans: median {spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})")
 
 
 def zoo_graphs() -> Iterator[tuple[str, TaskGraph]]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from _busy import busy
+from _results import Spread, Table, found
 
 PLAN = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "8", "RANNC_CACHE": "off", "OMP_NUM_THREADS": "1"}
 WIDTH, LAYERS, WORDS, LENGTH, ROWS = 256, 6, 8192, 128, 16
@@ -44,23 +45,30 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         cuts: dict[int, list[Path]] = defaultdict(list)
+        runs = Table(
+            f"Plans made beside {options.busy} processes that come and go", "run", "operators of the first stage",
+            "predicted stages, ms",
+        )  # fmt: skip
         with busy(options.busy):
             for number in range(options.runs):
                 file = Path(folder) / str(number)
                 told = job(1, SAVE_DEPLOYMENT="true", DEPLOYMENT_FILE=str(file))
                 cuts[told["operators"]].append(file)
                 stages = ", ".join(f"{1e-3 * us:.1f}" for us in told["stages_us"])
-                print(f"run {number}: first stage has {told['operators']} operators; stages {stages} ms", flush=True)
+                runs.row(number, told["operators"], stages)
         times: dict[int, list[float]] = defaultdict(list)
         for number in range(options.rounds):
             for cut, files in sorted(cuts.items(), reverse=bool(number % 2)):
                 times[cut] += job(options.steps, LOAD_DEPLOYMENT="true", DEPLOYMENT_FILE=str(files[0]))["steps_s"]
     medians = {cut: statistics.median(each) for cut, each in times.items()}
     best = min(medians.values())
+    table = Table(
+        "Their steps, alone", "operators of the first stage", "runs", ("step", "{:.1f} ms"), "step / the quickest's"
+    )
     for cut, files in sorted(cuts.items()):
-        print(f"cut {cut} ({len(files)}): step {1e3 * medians[cut]:.1f} ms, {medians[cut] / best:.3f}")
+        table.row(cut, len(files), Spread.of(times[cut], 1e3), medians[cut] / best)
     good = sum(len(files) for cut, files in cuts.items() if medians[cut] <= NEAR * best)
-    print(f"{good} of {options.runs} plans are within {NEAR - 1:.0%} of the best")
+    found("profiles-cut", good / options.runs, f"{good} of {options.runs}, two stages of GPT-2")
 
 
 def job(steps: int, **items: str) -> dict[str, Any]:
@@ -74,8 +82,8 @@ def job(steps: int, **items: str) -> dict[str, Any]:
     told = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not told:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    found: dict[str, Any] = json.loads(told[-1])
-    return found
+    first: dict[str, Any] = json.loads(told[-1])
+    return first
 
 
 def train(steps: int) -> None:

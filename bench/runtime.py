@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from _in_turns import GptSizes, compare, tell, training
+from _results import Spread, Table, found, note
 from _starting import RANNC_RUN, TORCHRUN, gpt2, home
 from _tensor_bytes import lying_and_peak
 
@@ -69,13 +70,11 @@ def main() -> None:
     runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
     for name in options.what or [*JOBS, "out_of_the_box"]:
         if name == "out_of_the_box":
-            print(f"-- {name}", flush=True)
             out_of_the_box(max(2, options.rounds // 2), options.steps)
             continue
         ranks, plan = JOBS[name]
         command = [str(runner), "-np", str(ranks), "--show-ranks", "0", __file__, name]
         command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-        print(f"-- {name}", flush=True)
         done = subprocess.run(command, env={**os.environ, **PLAIN, **plan}, check=False)
         if done.returncode:
             sys.exit(done.returncode)
@@ -152,7 +151,9 @@ def data_parallel(rounds: int, steps: int) -> None:
     ours = training(sizes, pyrannc.get_rank(), pyrannc.RaNNCModule).step
     ours()  # connects the ranks
     theirs = training(sizes, pyrannc.get_rank(), lambda model, _: DistributedDataParallel(model)).step
-    compare({"rannd": ours, "DistributedDataParallel": theirs}, rounds, steps)
+    sides = {"rannd": ours, "DistributedDataParallel": theirs}
+    ratios = compare("GPT-2, data parallel, two ranks", sides, rounds, steps)
+    found("data-parallel", ratios["rannd / DistributedDataParallel"])
 
 
 def pipeline(rounds: int, steps: int) -> None:
@@ -201,9 +202,10 @@ def pipeline(rounds: int, steps: int) -> None:
         own = ours()
         own()
         assert dist.is_initialized()
-        if rank == 0:
-            print(f"cut before part {cut} of {LAYERS + 2}, {world * MICROBATCHES} microbatches in the batch")
-        compare({"rannd": own, "torch 1F1B": theirs(Schedule1F1B), "torch GPipe": theirs(ScheduleGPipe)}, rounds, steps)
+        pieces = world * MICROBATCHES
+        title = f"GPT, two stages, cut before part {cut} of {LAYERS + 2}, {pieces} microbatches in the batch"
+        sides = {"rannd": own, "torch 1F1B": theirs(Schedule1F1B), "torch GPipe": theirs(ScheduleGPipe)}
+        found("pipeline-torch", compare(title, sides, rounds, steps)["rannd / torch 1F1B"], f"cut before part {cut}")
         pyrannc.clear()
 
 
@@ -231,16 +233,21 @@ def bubble(rounds: int, steps: int) -> None:
 
         def slowly(*values: Any, **options: Any) -> Any:
             end = time.perf_counter() + seconds
-            found = run(*values, **options)
+            values = run(*values, **options)
             time.sleep(max(0.0, end - time.perf_counter() - 3e-4))
             while time.perf_counter() < end:
                 pass
-            return found
+            return values
 
         return slowly
 
     world = pyrannc.get_world_size()
     waits: dict[str, float] = {}
+    table = Table(
+        f"Stages that sleep, {world} ranks: F, B and W of {1e3 * SLEEP:.0f} ms, {rounds} steps",
+        "schedule", "stages", "microbatches", ("step", "{:.3f} s"), ("ideal", "{:.3f} s"), "ideal / measured",
+        ("bubble", "{:.3f}"), ("waits, of 1f1b's", "{:.2f}"),
+    )  # fmt: skip
     for schedule in ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v"):
         passes = 2 if schedule in VIRTUAL_SCHEDULES else 1
         os.environ["RANNC_SCHEDULE"], os.environ["RANNC_VIRTUAL_STAGES"] = schedule, str(passes)
@@ -266,15 +273,15 @@ def bubble(rounds: int, steps: int) -> None:
             pyrannc.barrier()
             times.append(time.perf_counter() - start)
         ideal = (3 * pieces + (world - 1) * (1 if splits else 3) / passes) * SLEEP
-        found = statistics.median(times)
-        waits[schedule] = found - 3 * pieces * SLEEP
-        if pyrannc.get_rank() == 0:
-            told = f"{schedule:16s} {passes * world} stages on {world} ranks, {pieces} microbatches"
-            print(f"{told}: {found:.3f} s, ideal {ideal:.3f} s", end=": ")
-            print(
-                f"ideal / measured {ideal / found:.3f} ({ideal / max(times):.3f} to {ideal / min(times):.3f})", end="; "
-            )
-            print(f"bubble {waits[schedule] / found:.3f}, waits {waits[schedule] / waits['1f1b']:.2f} of 1f1b's")
+        step = Spread.of(times)
+        waits[schedule] = step.median - 3 * pieces * SLEEP
+        share = waits[schedule] / waits["1f1b"]
+        of_ideal = Spread.of([ideal / each for each in times])
+        table.row(schedule, passes * world, pieces, step, ideal, of_ideal, waits[schedule] / step.median, share)
+        if schedule == "1f1b":
+            found("bubble", of_ideal.median)
+        if schedule == "zb_h1":
+            found("zb-idle", share)
         pyrannc.clear()
 
 
@@ -303,9 +310,9 @@ def zero_bubble(rounds: int, steps: int) -> None:
         def counted(run: Callable[..., Any]) -> Callable[..., Any]:
             def counting(*values: Any) -> Any:
                 start = time.process_time()
-                found = run(*values)
+                values = run(*values)
                 cpu[schedule] += time.process_time() - start
-                return found
+                return values
 
             return counting
 
@@ -320,17 +327,18 @@ def zero_bubble(rounds: int, steps: int) -> None:
                 for one in each
             ]
             planned = wrapped.deployment.step_us / 1e3
-            print(f"{schedule} planned: {planned:.1f} ms; forward, backward, of it W of a microbatch by stage: {parts}")
+            note(f"{schedule} planned: {planned:.1f} ms; forward, backward, of it W of a microbatch by stage: {parts}")
         return step
 
     for micro in (MICROBATCHES // world, MICROBATCHES):
-        if rank == 0:
-            print(f"{world} stages, {world * micro} microbatches in the batch")
-        compare({name: side(name, micro) for name in ("zb_h1", "1f1b")}, rounds, steps)
+        title = f"GPT, {world} stages, {world * micro} microbatches in the batch"
+        ratios = compare(title, {name: side(name, micro) for name in ("zb_h1", "1f1b")}, rounds, steps)
+        if world * micro == 4:
+            found("zb-step", ratios["zb_h1 / 1f1b"])
         told: list[Any] = [None] * world
         torch.distributed.all_gather_object(told, cpu["zb_h1"] / cpu["1f1b"])
-        if rank == 0:
-            print("CPU time of both halves / of whole backwards, by stage:", *(f"{each:.3f}" for each in told))
+        shares = ", ".join(f"{each:.3f}" for each in told)
+        note(f"CPU time of both halves / of whole backwards, by stage: {shares}")
         pyrannc.clear()
 
 
@@ -363,18 +371,22 @@ def overhead(rounds: int, steps: int) -> None:
             (loss,) = part.module(x[piece : piece + 1], *weights, *tensors, *numbers)
             loss.backward()
 
-    found, bare = [], []
+    steps_s, bare = [], []
     for _ in range(rounds * 10):
         start = time.process_time()
         model(x).backward()
         between = time.process_time()
         alone()
-        found.append(between - start)
+        steps_s.append(between - start)
         bare.append(time.process_time() - between)
     actions = 2 * 32
-    ours = 1e6 * (statistics.median(found) - statistics.median(bare)) / actions
-    print(f"step {1e3 * statistics.median(found):.2f} ms, computation {1e3 * statistics.median(bare):.2f} ms", end=" ")
-    print(f"-> {ours:.0f} us per action ({actions} actions)")
+    ours = 1e6 * (statistics.median(steps_s) - statistics.median(bare)) / actions
+    table = Table(
+        "CPU time of the executor", ("actions", "{:.0f}"), ("step", "{:.2f} ms"), ("of it computation", "{:.2f} ms"),
+        ("for an action", "{:.0f} us"),
+    )  # fmt: skip
+    table.row(actions, Spread.of(steps_s, 1e3), Spread.of(bare, 1e3), ours)
+    found("action", ours)
 
 
 def tracing(rounds: int, steps: int) -> None:
@@ -433,17 +445,21 @@ def tracing(rounds: int, steps: int) -> None:
     if rank:
         return
     both = {mode: [sum(each) for each in zip(*(one[mode] for one in told), strict=True)] for mode in modes}
-    for what, times in (("wall time", wall), ("CPU time of both ranks", both)):
-        print(f"{what}, without tracing {1e3 * statistics.median(times['off'][1:]):.1f} ms", end="")
-        for mode in modes[1:]:
-            ratios = [one / other for one, other in zip(times[mode][1:], times["off"][1:], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            print(f"; {mode} / off {middle:.4f} (quartiles {low:.4f} to {high:.4f})", end="")
-        print(f", {rounds} rounds of {steps} steps")
+    table = Table(
+        f"Recording of events, {rounds} rounds of {steps} steps", "trace_events", ("step", "{:.1f} ms"),
+        "step / that of off", "CPU time / that of off", "events of rank 0 in a step", ("an event", "{:.2f} us"),
+        ("of the step", "{:.3%}"),
+    )  # fmt: skip
     step_us = 1e6 * statistics.median(wall["off"][1:])
+    table.row("off", Spread.of(wall["off"][1:], 1e3), None, None, None, None, None)
     for mode in modes[1:]:
         part = events * taken[mode] / step_us
-        print(f"{mode}: {events} events a step on rank 0, {taken[mode]:.2f} us each: {part:.3%} of the step")
+        ratios = [
+            Spread.of([one / other for one, other in zip(times[mode][1:], times["off"][1:], strict=True)])
+            for times in (wall, both)
+        ]
+        table.row(mode, Spread.of(wall[mode][1:], 1e3), *ratios, events, taken[mode], part)
+        found("tracing", part, mode)
 
 
 def memory(rounds: int, steps: int) -> None:
@@ -473,13 +489,14 @@ def memory(rounds: int, steps: int) -> None:
     numbers = torch.tensor([base, most, slot_bytes(wrapped.deployment, wrapped._session.world.slot)])
     told = [torch.empty_like(numbers) for _ in range(world)]
     dist.all_gather(told, numbers)
-    if rank == 0:
-        for each, (lying, peak, planned) in enumerate(part.tolist() for part in told):
-            print(
-                f"rank {each}: {lying / 2**20:.1f} MiB before the step, peak {peak / 2**20:.1f}, planned "
-                f"{planned / 2**20:.1f} ({peak / planned:.2f}), training state of the whole model "
-                f"{whole / 2**20:.1f} ({peak / whole:.2f})"
-            )
+    mib = "{:.1f} MiB"
+    table = Table(
+        "Bytes of tensors, two stages", "rank", ("before the step", mib), ("peak", mib), ("planned", mib),
+        ("training state of the whole model", mib), "peak / planned",
+    )  # fmt: skip
+    for each, (lying, peak, planned) in enumerate(part.tolist() for part in told):
+        table.row(each, *(size / 2**20 for size in (lying, peak, planned, whole)), peak / planned)
+        found("memory-planned", peak / planned, f"rank {each}")
 
 
 def out_of_the_box(rounds: int, steps: int) -> None:
@@ -505,7 +522,7 @@ def out_of_the_box(rounds: int, steps: int) -> None:
                 _, told = gpt2(launcher, side, {**environment, **plan}, *given)
                 ends = told[0]["ends"][dropped - 1 :]
                 times[name].append(statistics.median(b - a for a, b in itertools.pairwise(ends)))
-    tell({name: values[1:] for name, values in times.items()})
+    tell("The same script as users start it", {name: values[1:] for name, values in times.items()})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from _results import Table
 
 from rannd.plan.schedule.program import Layout
 from rannd.plan.schedule.program_checker import check
@@ -30,9 +31,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="simulate every action also for 16,384 devices")
     options = parser.parse_args()
+    table = Table(
+        "Programs of 8 stages with equal replicas, 32 pieces each",
+        "schedule", "devices", ("predict", "{:.1f} ms"), ("replicas side by side", "{:.1f} ms"),
+        ("step", "{:.1f} ms"), ("side by side", "{:.1f} ms"), "actions", ("created, 1,000/s", "{:,.0f}"),
+        ("simulated, 1,000/s", "{:,.0f}"), ("checked, 1,000/s", "{:,.0f}"),
+    )  # fmt: skip
     for devices, whole in ((64, True), (1024, True), (16384, options.full)):
         for schedule in ALL_SCHEDULES:
-            job(schedule, devices, stages=8, microbatches=4, whole=whole)
+            job(table, schedule, devices, stages=8, microbatches=4, whole=whole)
     bubbles()
 
 
@@ -78,43 +85,37 @@ def timed(action: Callable[[], Result]) -> tuple[Result, float]:
     return found, time.perf_counter() - start
 
 
-def job(schedule: str, devices: int, *, stages: int, microbatches: int, whole: bool) -> None:
+def job(table: Table, schedule: str, devices: int, *, stages: int, microbatches: int, whole: bool) -> None:
     layout = pipelines(devices, stages, microbatches)
     costs = virtual(layout, UNIT / 10)
     once, took = timed(lambda: predict(schedule, layout, costs))
     apart = msgspec.structs.replace(pipelines(devices, stages, microbatches), stages=side_by_side(devices, stages))
     other, longer = timed(lambda: predict(schedule, apart, costs))
-    print(
-        f"{schedule:10s} {devices:6d} devices: predicted in {took * 1e3:.1f} ms, step {once.step_us / 1e3:.1f} ms; "
-        f"replicas side by side: in {longer * 1e3:.1f} ms, step {other.step_us / 1e3:.1f} ms"
-    )
+    predicted = (1e3 * took, 1e3 * longer, once.step_us / 1e3, other.step_us / 1e3)
     if not whole:
+        table.row(schedule, devices, *predicted, None, None, None, None)
         return
     layout = pipelines(devices, stages, microbatches)
     program, making = timed(lambda: planned_program(schedule, layout, costs.split))
     actions = sum(map(len, program.slots))
     played, playing = timed(lambda: simulate(program, costs))
     assert played == once
-    print(
-        f"{'':10s} {actions:9d} actions: built {actions / making / 1e3:5.0f} thousand per second, "
-        f"simulated {actions / playing / 1e3:5.0f} thousand per second ({playing:.2f} s)",
-        end="",
-    )
-    if devices <= 1024:
-        _, checking = timed(lambda: check(program))
-        print(f", checked {actions / checking / 1e3:5.0f} thousand per second", end="")
-    print()
+    checked = actions / timed(lambda: check(program))[1] / 1e3 if devices <= 1024 else None
+    table.row(schedule, devices, *predicted, actions, actions / making / 1e3, actions / playing / 1e3, checked)
 
 
 def bubbles() -> None:
     """Compare idle time of zero-bubble H1 with 1F1B's; forward and each half of backward take one unit of time."""
-    print("stages, microbatches: bubble of 1f1b, of zb_h1, ratio of idle times (transfers take no time)")
+    table = Table(
+        "Idle time where F = B = W and transfers take none (simulated)",
+        "stages", "microbatches", "bubble of 1f1b", "of zb_h1", "idle time, zb_h1 / 1f1b",
+    )  # fmt: skip
     for stages, microbatches in ((2, 4), (4, 2), (8, 2), (8, 8), (16, 2), (32, 1)):
         layout = pipelines(stages, stages, microbatches)
         costs = virtual(layout, 0.0)
         idle = [sum(predict(schedule, layout, costs).idle_us) for schedule in ("1f1b", "zb_h1")]
         found = [predict(schedule, layout, costs).bubble for schedule in ("1f1b", "zb_h1")]
-        print(f"  {stages:2d}, {layout.pieces_total:3d}: {found[0]:.3f} {found[1]:.3f} {idle[1] / idle[0]:.3f}")
+        table.row(stages, layout.pieces_total, *found, idle[1] / idle[0])
 
 
 if __name__ == "__main__":

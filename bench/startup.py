@@ -20,9 +20,9 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
+from _results import found, note
 from _starting import MPIRUN, RANNC_RUN, TORCHRUN, end_daemon, gpt2, home, tell, timed
 
 UNWANTED = (
@@ -41,7 +41,6 @@ def main() -> None:
     options = parser.parse_args()
     size = ["--layers", str(options.layers), "--width", str(options.width)]
     for name in options.what or ("start", "first_step", "modules"):
-        print(f"-- {name}", flush=True)
         with home() as environment:
             if name == "start":
                 start(environment, options.repeats)
@@ -70,7 +69,8 @@ def start(environment: Mapping[str, str], repeats: int) -> None:
                 took = timed(command, uncached if name == "rannc-run, no cache" else environment)
                 if number:
                     times[name].append(took)
-    tell(times, goal="rannc-run at most 0.3 s more than mpirun")
+    more, _ = tell("An empty script", times)
+    found("start", more["rannc-run, starts the daemon"])
 
 
 def first_step(environment: Mapping[str, str], repeats: int, size: list[str]) -> None:
@@ -93,9 +93,9 @@ def first_step(environment: Mapping[str, str], repeats: int, size: list[str]) ->
             if number:
                 times.setdefault(cpu, {}).setdefault(name, []).append(told[0]["cpu"])
     for moment, each in times.items():
-        print(f"{moment}:")
-        tell({name: each[name] for name in sides}, "rannc-run no later" if moment == "first step" else "")
-    print(f"GPT-2 {' '.join(size)}, torch {version('torch')}, transformers {version('transformers')}")
+        _, ratios = tell(f"GPT-2 {' '.join(size)}, cached, until: {moment}", {name: each[name] for name in sides})
+        if moment == "first step":
+            found("start-torchrun", ratios["rannc-run"])
 
 
 def modules(environment: Mapping[str, str], repeats: int, size: list[str]) -> None:
@@ -106,9 +106,9 @@ def modules(environment: Mapping[str, str], repeats: int, size: list[str]) -> No
         before, after = set(each["before"]), set(each["modules"])
         theirs = [name for name in UNWANTED if name in before]
         ours = [name for name in UNWANTED if name in after - before]
-        print(f"rank {rank}, before the model is wrapped (script, torch.optim, transformers): {', '.join(theirs)}")
-        print(f"rank {rank}, from then to the end of the first step: {', '.join(ours) or 'none of them'}")
-        print(f"rank {rank}: {len(after - before)} modules since then, {len(after)} in total")
+        note(f"rank {rank}, before the model is wrapped (script, torch.optim, transformers): {', '.join(theirs)}")
+        note(f"rank {rank}, from then to the end of the first step: {', '.join(ours) or 'none of them'}")
+        note(f"rank {rank}: {len(after - before)} modules since then, {len(after)} in total")
     imports = {
         "import torch": "import torch",
         "and torch._dynamo (any torch.optim.Optimizer)": "import torch, torch._dynamo",
@@ -121,7 +121,7 @@ def modules(environment: Mapping[str, str], repeats: int, size: list[str]) -> No
             took = timed([sys.executable, "-c", imports[name]], environment)
             if number:
                 times[name].append(took)
-    tell(times)
+    tell("Imports", times)
 
 
 if __name__ == "__main__":
