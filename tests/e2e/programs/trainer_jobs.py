@@ -1,11 +1,12 @@
 """Hugging Face's Trainer with a partitioned model, compared with Trainer under DistributedDataParallel.
 
-usage: trainer_jobs.py {parity|smoothed|bfloat16|best} FOLDER
+usage: trainer_jobs.py {parity|smoothed|adapters|bfloat16|best} FOLDER
        trainer_jobs.py resume FOLDER {RaNNCTrainer|Trainer}
        trainer_jobs.py models FOLDER NAME..
 
 parity    20 steps in doubles: accumulation, clipping, a schedule of the learning rate, evaluation, checkpoints
 smoothed  the same with smoothed labels: the script computes the loss, of all logits
+adapters  the same with LoRA adapters of PEFT, which alone are trained and saved
 bfloat16  five steps under autocast
 best      evaluation before training, metrics of predictions, the best model at the end, and a second training
 resume    goes on from a checkpoint after 10 steps that `parity` has left, on any number of ranks
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +125,38 @@ def compared(
         assert off <= within, off
 
 
-def side_by_side(**options: Any) -> tuple[Trainer, list[dict[str, float]], dict[str, Tensor]]:
+def side_by_side(
+    make: Callable[[torch.dtype], nn.Module] = gpt2, **options: Any
+) -> tuple[Trainer, list[dict[str, float]], dict[str, Tensor]]:
     """Train with both, and compare."""
-    theirs = trained(Trainer, gpt2(torch.float64), Texts(200, 1), Texts(24, 2), **options)
-    ours = trained(RaNNCTrainer, gpt2(torch.float64), Texts(200, 1), Texts(24, 2), **options)
+    theirs = trained(Trainer, make(torch.float64), Texts(200, 1), Texts(24, 2), **options)
+    ours = trained(RaNNCTrainer, make(torch.float64), Texts(200, 1), Texts(24, 2), **options)
     if SIZE > 1:
         assert isinstance(theirs[0].model_wrapped, nn.parallel.DistributedDataParallel)
     compared(ours, theirs, 1e-9)
     return ours
+
+
+def adapters() -> None:
+    import peft
+
+    def adapted(dtype: torch.dtype) -> nn.Module:
+        model = gpt2(torch.float32)
+        chosen = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+        return peft.get_peft_model(model, chosen).to(dtype)
+
+    _, _, state = side_by_side(adapted, weight_decay=0.1)
+    if RANK == 0:
+        saved = FOLDER / "RaNNCTrainer/checkpoint-20"
+        assert not list(saved.glob("model*")), "the whole model is written"
+        again = peft.PeftModel.from_pretrained(gpt2(torch.float64), str(saved))
+        assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
+    resumed = str(FOLDER / "RaNNCTrainer/checkpoint-10")
+    *_, gone_on = trained(
+        RaNNCTrainer, adapted(torch.float64), Texts(200, 1), Texts(24, 2), resume=resumed, weight_decay=0.1,
+        save_strategy="no",
+    )  # fmt: skip
+    assert RANK or all(torch.equal(gone_on[name], value) for name, value in state.items())
 
 
 def bfloat16() -> None:
@@ -220,7 +245,8 @@ def main() -> None:
     if WAY == "smoothed":
         side_by_side(label_smoothing_factor=0.1)
     else:
-        {"parity": parity, "bfloat16": bfloat16, "resume": resume, "best": best, "models": models}[WAY]()
+        ways = (parity, adapters, bfloat16, resume, best, models)
+        {way.__name__: way for way in ways}[WAY]()
     print(f"{WAY} is right on rank {RANK}", flush=True)
 
 
