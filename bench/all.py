@@ -129,20 +129,18 @@ def measured(run: Run, given: Sequence[str]) -> dict[str, Any]:
         kept.touch()
         begun, before, load = time.time(), speed(), os.getloadavg()[0]
         command = [sys.executable, str(BENCH / run.script), *given]
-        with log.open("wb") as file:
-            process = subprocess.Popen(
+        with (
+            log.open("wb") as file,
+            subprocess.Popen(
                 command, env={**os.environ, KEPT: str(kept)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            ) as process,
+        ):  # fmt: skip
             assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    file.write(line)
-                    sys.stdout.buffer.write(line)
-                    sys.stdout.flush()
-            finally:
-                if process.poll() is None:
-                    process.wait()
+            for line in process.stdout:
+                file.write(line)
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
         failed = ""
         if process.returncode:
             failed = f"exit code {process.returncode}: {log.read_text(errors='replace')[-SAID:]}"
@@ -172,10 +170,16 @@ def keep(file: Path, name: str, told: dict[str, Any]) -> None:
 
 
 def _commit() -> str:
-    """The commit of the checkout, with a + if files differ from it."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return said.stdout.strip() or "unknown"
+    """The commit of the checkout, with a + if files differ from it, beside those that this script writes."""
+    git = ["git", "-C", str(ROOT)]
+    head, changed = (
+        subprocess.run([*git, *command], capture_output=True, text=True, check=False).stdout.strip()
+        for command in (
+            ["rev-parse", "--short", "HEAD"],
+            ["status", "--porcelain", "-uno", "--", ".", ":!bench/results", ":!docs/benchmarks.md"],
+        )
+    )
+    return f"{head}{'+' if changed else ''}" if head else "unknown"
 
 
 if __name__ == "__main__":

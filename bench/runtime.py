@@ -1,6 +1,6 @@
 """Benchmarks of the runtime compared with torch's, two ranks on two cores: data and pipeline parallelism, overhead.
 
-    python bench/runtime.py [data_parallel pipeline bubble zero_bubble overhead tracing memory out_of_the_box]
+    python bench/runtime.py [data_parallel pipeline bubble zero_bubble overhead tracing memory balanced out_of_the_box]
                             [--rounds 8] [--steps 4]
 
 Both sides of a ratio train the same model in the same processes with the same allocator, in turns; the order is
@@ -16,6 +16,7 @@ overhead       time per action of the executor, with almost no computation and n
 tracing        two stages of a GPT with trace_events off, summary and full: wall and CPU time of a step, compared in
                each round; and the time that recording one event takes, times the events of a step
 memory         peak bytes of tensors in a step of each rank, compared with the plan and the whole model
+balanced       training state of each rank of four equal stages, compared with the whole model's
 out_of_the_box the same training script (bench/_gpt2.py: GPT-2, batch and AdamW of data_parallel) as a user starts it,
                without any settings: torchrun with DistributedDataParallel, and rannc-run, which chooses threads and
                malloc settings itself. Each side is a separate job, half as many as rounds; a step is the median of a
@@ -39,7 +40,7 @@ from typing import Any
 from _in_turns import GptSizes, compare, tell, training
 from _results import Spread, Table, found, note
 from _starting import RANNC_RUN, TORCHRUN, gpt2, home
-from _tensor_bytes import lying_and_peak
+from _tensor_bytes import lying, lying_and_peak
 
 BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 8192, 256, 6, 4
 MICROBATCHES = 4
@@ -54,6 +55,7 @@ JOBS: dict[str, tuple[int, dict[str, str]]] = {
     "overhead": (1, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "32"}),
     "tracing": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
     "memory": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
+    "balanced": (4, {"RANNC_PARTITION_NUM": "4", "RANNC_PIPELINE_NUM": "1"}),
 }
 """(ranks, variables that force the plan) of each measurement."""
 
@@ -494,9 +496,49 @@ def memory(rounds: int, steps: int) -> None:
         "Bytes of tensors, two stages", "rank", ("before the step", mib), ("peak", mib), ("planned", mib),
         ("training state of the whole model", mib), "peak / planned",
     )  # fmt: skip
-    for each, (lying, peak, planned) in enumerate(part.tolist() for part in told):
-        table.row(each, *(size / 2**20 for size in (lying, peak, planned, whole)), peak / planned)
+    for each, (before, peak, planned) in enumerate(part.tolist() for part in told):
+        table.row(each, *(size / 2**20 for size in (before, peak, planned, whole)), peak / planned)
         found("memory-planned", peak / planned, f"rank {each}")
+
+
+def balanced(rounds: int, steps: int) -> None:
+    """Measure what ranks of four equal stages have of the training state."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import pyrannc
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    torch.manual_seed(0)
+    model = Model()
+    whole = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = pyrannc.RaNNCModule(model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 512)).backward()
+        optimizer.step()
+    told = [torch.zeros((), dtype=torch.float64) for _ in range(pyrannc.get_world_size())]
+    dist.all_gather(told, torch.tensor(sum(lying(wrapped, optimizer)), dtype=torch.float64))
+    mib = "{:.2f} MiB"
+    table = Table(
+        "Training state, four equal stages",
+        "rank",
+        ("state", mib),
+        ("whole model's", mib),
+        "share",
+    )
+    for rank, size in enumerate(each.item() for each in told):
+        table.row(rank, size / 2**20, whole / 2**20, size / whole)
+    found("memory-share", max(each.item() for each in told) / whole)
 
 
 def out_of_the_box(rounds: int, steps: int) -> None:
