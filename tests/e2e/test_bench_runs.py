@@ -1,0 +1,33 @@
+"""Each run of `make bench` in its smallest form: scripts keep up with what they measure."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from job import ROOT, Job
+
+QUICK = {"planner", "simulator", "page", "daemon", "graph", "analytic", "coverage", "elastic", "tested", "binding"}
+"""Runs of less than a minute; the others are of the long matrix."""
+
+
+NAMES = re.findall(r'    Run\(\s*"([\w-]+)"', (ROOT / "bench" / "all.py").read_text())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.full) for name in NAMES]
+)
+def test_run_finds_what_the_page_shows(job: Job, tmp_path: Path, name: str) -> None:
+    page, results = tmp_path / "page.md", tmp_path / "results"
+    job.run(sys.executable, "bench/all.py", name, "--short", "--results", str(results), "--out", str(page))
+    (file,) = results.glob("*.json")
+    run = json.loads(file.read_text())["runs"][name]
+    assert not run["failed"]
+    assert run["tables"]
+    assert all(table["rows"] for table in run["tables"])
+    titles = [table["title"] for table in run["tables"]]
+    assert all(f"{title}:" in page.read_text() for title in titles)
