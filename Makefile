@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 LAUNCHERS := $(VENV)/launchers/.set-up
 FRAMEWORKS := $(VENV)/.frameworks
-# The site of the documentation has an environment of its own (60 MB), which needs neither torch nor rannd.
+# The site of the documentation has an environment of its own (170 MB), which needs neither torch nor rannd.
 SITE := .venv-docs
 # The version of torch that VENV is made with; empty: what PYTHON has, or that of constraints.txt.
 PIN :=
