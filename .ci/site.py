@@ -1,4 +1,4 @@
-"""Hooks of mkdocs, for mkdocs.yml: README is the home page, and links that lead out of docs/ work on the site as on GitHub.
+"""Hooks of mkdocs, for mkdocs.yml: README is the home page, and links out of docs/ work on the site as on GitHub.
 
 Pages are written for GitHub, where a link is relative to the file. On the site docs/ is the root, so README becomes
 index.md, and every other file of the repository that a page links to is copied to its own path.

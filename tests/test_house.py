@@ -67,7 +67,7 @@ NAMED = re.compile(r"[\w./]*\w\.py\b")
 def _known_tails() -> set[str]:
     """Names of the files of the repository, from any of their folders on: `rules/parts.py`, `parts.py`."""
     tails = set(OF_OTHERS)
-    for folder in ("rannd", "pyrannc", "tests", "bench", "examples"):
+    for folder in ("rannd", "pyrannc", "tests", "bench", "examples", ".ci"):
         for file in (ROOT / folder).rglob("*.py"):
             parts = file.relative_to(ROOT).parts
             tails |= {"/".join(parts[start:]) for start in range(len(parts))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_lists_are_lists_on_the_site(page: Path) -> None:
     item, row = re.compile(r"[-*] |\d+\. "), re.compile(r"\|")
     wrong = [
         line
-        for before, line in zip(lines, lines[1:], strict=False)
+        for before, line in itertools.pairwise(lines)
         if before.strip()
         and not before.startswith(" ")
         and any(kind.match(line) and not kind.match(before) for kind in (item, row))

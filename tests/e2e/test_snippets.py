@@ -1,4 +1,4 @@
-"""Every ``python`` block of README and docs runs, each in a process of its own, with the names that its page takes for given.
+"""Every ``python`` block of README and docs runs, in a process of its own, with the names that its page takes as given.
 
 A comment in the line before a block says otherwise: ``<!-- continues -->`` adds it to the block before it;
 ``<!-- fragment: REASON -->`` is for code that is no program, of which only the imports run.
