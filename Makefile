@@ -8,6 +8,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 LAUNCHERS := $(VENV)/launchers/.set-up
 FRAMEWORKS := $(VENV)/.frameworks
+# The site of the documentation has an environment of its own (170 MB), which needs neither torch nor rannd.
+SITE := .venv-docs
 # The version of torch that VENV is made with; empty: what PYTHON has, or that of constraints.txt.
 PIN :=
 
@@ -34,7 +36,7 @@ GPU_WHEELS := $(wildcard .gpu/wheels/*)
 GPU_STAMP := $(if $(GPU_WHEELS),.gpu/venv/.set-up,$(STAMP))
 GPU_PY := $(if $(GPU_WHEELS),.gpu/venv/bin/python,$(PY))
 
-.PHONY: help setup demo test test-long test-full test-torch test-soak test-chosen bench gpu gpu-wheels lint lock browser clean
+.PHONY: help setup demo test test-long test-full test-torch test-soak test-chosen bench gpu gpu-wheels lint lock docs browser clean
 
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
@@ -49,8 +51,9 @@ help:
 	@echo "                PARTS=\"correct speed estimates shared\", OUT=folder for gpu.json and gpu.md"
 	@echo "make gpu-wheels for a machine without a package index: what 'make gpu' needs there, into .gpu/wheels"
 	@echo "make lint       lint, types and layers only"
-	@echo "make lock       versions and hashes of requirements.lock for what pyproject.toml asks for; UPGRADE=1: the newest"
-	@echo "make clean      remove .venv, .torch, .gpu and what tools left behind"
+	@echo "make docs       the documentation as a site, into build/site; a warning is an error"
+	@echo "make lock       versions and hashes of requirements*.lock for what pyproject.toml asks for; UPGRADE=1: the newest"
+	@echo "make clean      remove .venv, .venv-docs, .torch, .gpu and what tools left behind"
 
 setup: $(STAMP)
 
@@ -68,9 +71,17 @@ $(FRAMEWORKS): $(STAMP) .ci/frameworks requirements-frameworks.lock
 	@VENV="$(VENV)" .ci/frameworks
 	@touch $@
 
-# After a change of dependencies. UPGRADE=1: with the newest versions.
+# After a change of dependencies. UPGRADE=1: with the newest versions; FILES=requirements-docs.lock: that file alone.
 lock:
-	@PYTHON="$(PYTHON)" UPGRADE="$(UPGRADE)" .ci/lock
+	@PYTHON="$(PYTHON)" UPGRADE="$(UPGRADE)" FILES="$(FILES)" .ci/lock
+
+# The site, from README, docs/ and the docstrings.
+$(SITE)/.set-up: requirements-docs.lock .ci/docs
+	@PYTHON="$(PYTHON)" SITE="$(SITE)" .ci/docs set-up
+	@touch $@
+
+docs: $(SITE)/.set-up
+	@SITE="$(SITE)" .ci/docs build
 
 demo: $(STAMP)
 	@VENV="$(VENV)" .ci/demo
@@ -90,13 +101,13 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist
 browser:
 	@.ci/browser
 
-test: lint $(LAUNCHERS) browser
+test: lint docs $(LAUNCHERS) browser
 	$(PYTEST) -m "not long and not full"
 
 test-long: $(STAMP) $(LAUNCHERS) $(FRAMEWORKS)
 	$(PYTEST) -m "long and not full"
 
-test-full: lint $(LAUNCHERS) browser
+test-full: lint docs $(LAUNCHERS) browser
 	TEST_SEED=random $(PYTEST)
 
 # A folder for each pair of torch and Python. PYTHON's version is unknown where there is no PYTHON; set-up says so.
@@ -126,5 +137,5 @@ gpu-wheels:
 	@PYTHON="$(PYTHON)" GPU_PYTHON="$(GPU_PYTHON)" .ci/gpu-wheels
 
 clean:
-	rm -rf .venv .torch .gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .torch .gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

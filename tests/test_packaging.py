@@ -164,14 +164,15 @@ def test_pages_of_plans_are_made_of_files_of_the_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "asked"),
+    ("file", "asked", "alone"),
     [
-        ("requirements.lock", ("test", "examples")),
-        ("requirements-frameworks.lock", ("test", "examples", "frameworks")),
+        ("requirements.lock", ("test", "examples"), False),
+        ("requirements-frameworks.lock", ("test", "examples", "frameworks"), False),
+        ("requirements-docs.lock", ("docs",), True),
     ],
 )
-def test_the_lock_has_what_is_asked_for(file: str, asked: tuple[str, ...]) -> None:
-    """`make lock` writes it; torch is not in it (CONTRIBUTING.md)."""
+def test_the_lock_has_what_is_asked_for(file: str, asked: tuple[str, ...], alone: bool) -> None:
+    """`make lock` writes it; torch is not in it (CONTRIBUTING.md). `alone`: without the project's own dependencies."""
     lock = (ROOT / file).read_text()
     locked: dict[str, list[Requirement]] = {}
     for entry in re.split(r"^(?=[a-z])", lock, flags=re.MULTILINE)[1:]:
@@ -180,7 +181,8 @@ def test_the_lock_has_what_is_asked_for(file: str, asked: tuple[str, ...]) -> No
         locked.setdefault(requirement.name, []).append(requirement)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for each in map(Requirement, [*project["dependencies"], *(each for extra in asked for each in extras[extra])]):
+    own = [] if alone else project["dependencies"]
+    for each in map(Requirement, [*own, *(each for extra in asked for each in extras[extra])]):
         if each.name == "torch":
             continue
         for version in locked[each.name]:

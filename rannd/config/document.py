@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -57,7 +58,8 @@ def tables_text() -> str:
 
 
 def _row(item: Item, *cells: str) -> str:
-    return "| " + " | ".join((f"`{item.name}`", f"`{toml_text(item.default)}`", item.wanted, *cells)) + " |\n"
+    row = "| " + " | ".join((f"`{item.name}`", f"`{toml_text(item.default)}`", item.wanted, *cells)) + " |\n"
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", row)
 
 
 def page_text(page: str) -> str:
