@@ -24,7 +24,7 @@ shows what each one runs. All of them take some hours.
 A ratio has both sides from the same run. Numbers in parentheses are the 5th and the 95th percentile; of fewer than 20
 repeats these are the smallest and the largest. *Simulated* numbers are of machines that nobody here has; bold ones
 miss their limit. What *needs-gpu* is measured by `make gpu` on a machine with a GPU, versions of torch and Python are
-tried by `make test-torch` (both in docs/testing.md). Nothing was measured on a GPU yet.
+tried by `make test-torch` ([Tests](testing.md)). Nothing was measured on a GPU yet.
 """
 
 

@@ -83,6 +83,8 @@ RUNS = (
     Run("coverage", "Coverage", "coverage.py", "", "gpt2 llama"),
     Run("analytic", "Times by formula", "analytic.py", "", "--layers 2 --width 64 --sequence 32 --rounds 1"),
     Run("paper", "The paper's setting, simulated", "paper.py", "", "bert --hidden 1024 --layers 24"),
+    Run("paper-half", "The paper's setting with float16, simulated", "paper.py",
+        "bert --half --hidden 2048 --layers 24 96 256", "bert --half --hidden 1024 --layers 24"),
     Run("interleaving", "Several stages on a slot, simulated", "interleaving.py", "paper --models 1024",
         "zoo --models gpt2"),
     Run("tested", "Promises that tests keep", "tested.py", "", "exhaustive --few"),

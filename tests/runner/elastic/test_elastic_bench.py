@@ -100,7 +100,7 @@ def test_no_policy_is_better_than_the_oracle_nor_ours_worse_than_the_others(benc
 
 
 def test_goals(bench: Any) -> None:
-    """0.95 of the oracle's at 64 devices; less at 1,024, see docs/elastic.md."""
+    """0.95 of the oracle's at 64 devices; less at 1,024, where there is a change every 80 s."""
     costs = bench.Costs(step_s=2.0, save_s=5.0, stop_s=2.0, start_s=10.0, plan_s=20.0, silent_s=15.0, every=100)
     for hosts, share in ((8, 0.98), (128, 0.89)):
         events = bench.drawn(hosts, 24.0, 0)
