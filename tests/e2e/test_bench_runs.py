@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from job import ROOT, Job
 
-QUICK = {"planner", "simulator", "page", "daemon", "graph", "analytic", "coverage", "elastic", "tested", "binding"}
-"""Runs of less than a minute; the others are of the long matrix."""
+QUICK = {"planner", "page", "graph", "analytic", "coverage"}
+"""Runs that `make test-long` tries; `make test-full` tries all."""
 
 
 NAMES = re.findall(r'    Run\(\s*"([\w-]+)"', (ROOT / "bench" / "all.py").read_text())

@@ -96,7 +96,7 @@ def test_a_rank_that_dies_costs_the_steps_since_the_last_checkpoint(training: Tr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", ["rank == 1", "True"])
+@pytest.mark.parametrize("who", ["rank == 1", pytest.param("True", marks=pytest.mark.full)])
 def test_what_ranks_keep_in_memory_outlives_them(training: Training, who: str) -> None:
     """One is killed, or all: at most one step is lost, also before there is any checkpoint.
 

@@ -64,7 +64,7 @@ def test_nodes_are_added_and_removed(network: Callable[..., Network]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.full), "adam"])
 def test_a_node_that_is_cut_off_is_left_out(network: Callable[..., Network], kind: str) -> None:
     """Its part of the last step is in the memory of another node."""
     a, b, c = network(3).made
@@ -153,7 +153,7 @@ def test_a_node_that_is_not_ready_is_left_out(network: Callable[..., Network]) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize("drop", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_slow_node_is_reported_and_left_out_of_the_next_start_or_gets_less(
     network: Callable[..., Network], drop: bool
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_slow_node_is_reported_and_left_out_of_the_next_start_or_gets_less(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.full), "adam"])
 def test_results_stay_if_a_slow_node_gets_fewer_rows(network: Callable[..., Network], kind: str) -> None:
     a, _ = network(2).made
     training = Training(a, "a:1 b:1")

@@ -16,7 +16,14 @@ def pytest_report_header() -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames and hasattr(metafunc.module, "CASES"):
-        metafunc.parametrize("case", [pytest.param(case, id=case.name) for case in metafunc.module.CASES])
+        rare = getattr(metafunc.module, "RARE", ())
+        metafunc.parametrize(
+            "case",
+            [
+                pytest.param(case, id=case.name, marks=pytest.mark.full if case in rare else ())
+                for case in metafunc.module.CASES
+            ],
+        )
 
 
 @pytest.fixture(scope="session")
