@@ -186,7 +186,7 @@ def tell(jobs: Mapping[str, Job], results: Mapping[str, Sequence[Measured | str]
             Spread.of([getattr(one, what) for one in good], 1e3 if what == "step" else 1)
             for what in ("first", "others", "step", "memory")
         )
-        table.row(told, first, others, step, memory, changed, (errors or [None])[0])
+        table.row(told, first, others, step, memory, changed, errors[0] if errors else None)
     cold, repeated = (
         [one for one in results.get(f"rannd, {when}", ()) if isinstance(one, Measured)] for when in ("cold", "repeated")
     )

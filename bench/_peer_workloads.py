@@ -180,8 +180,9 @@ def resnet(small: bool) -> Workload:
     """ResNet-18 of transformers, images of 32 x 32 pixels."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
+    made: Any = ResNetConfig  # whose arguments mypy knows only in part
     widths, depths = ([8, 16], [1, 1]) if small else ([64, 128, 256, 512], [2, 2, 2, 2])
-    config = ResNetConfig(
+    config = made(
         embedding_size=widths[0], hidden_sizes=widths, depths=depths, layer_type="basic", num_labels=10,
         problem_type="single_label_classification",
     )  # fmt: skip

@@ -168,6 +168,7 @@ def test_pages_of_plans_are_made_of_files_of_the_package() -> None:
     [
         ("requirements.lock", ("test", "examples")),
         ("requirements-frameworks.lock", ("test", "examples", "frameworks")),
+        ("requirements-peers.lock", ("peers",)),  # only what requirements.lock does not have
     ],
 )
 def test_the_lock_has_what_is_asked_for(file: str, asked: tuple[str, ...]) -> None:
@@ -180,7 +181,8 @@ def test_the_lock_has_what_is_asked_for(file: str, asked: tuple[str, ...]) -> No
         locked.setdefault(requirement.name, []).append(requirement)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for each in map(Requirement, [*project["dependencies"], *(each for extra in asked for each in extras[extra])]):
+    own = [] if asked == ("peers",) else project["dependencies"]
+    for each in map(Requirement, [*own, *(each for extra in asked for each in extras[extra])]):
         if each.name == "torch":
             continue
         for version in locked[each.name]:
