@@ -1,7 +1,7 @@
 """Other packages that train on two ranks, compared with rannd's own plan: two ranks on this machine, one thread each.
 
     python bench/peers.py steps [--workloads tutorial digits gpt2 resnet head unet] [--sides ddp fsdp2 ...]
-                                [--rounds 6] [--steps 3]
+                                [--rounds 6] [--steps 3 (of tutorial and digits ten times as many)]
     python bench/peers.py jobs [--jobs rannd ddp ...] [--steps 50] [--repeats 3]
 
 Both by default.
@@ -71,6 +71,8 @@ SIDES = {
 }
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ZERO = ("zero-1", "zero-2")
+SHORT = {"tutorial": 10, "digits": 10}
+"""So many steps count as one where one takes a few milliseconds."""
 CHECKED = 3
 """First steps whose losses are compared."""
 NEAR = 1e-4
@@ -154,8 +156,9 @@ def compare_steps(options: argparse.Namespace) -> bool:
     with home() as environment:
         environment |= {"OMP_NUM_THREADS": "1", "RANNC_LOG_LEVEL": "warn"}
         for name in options.workloads:
+            steps = (options.steps or 3) * SHORT.get(name, 1)
             table = Table(
-                f"{name}: steps of two ranks, {options.rounds} rounds of {options.steps or 3} steps",
+                f"{name}: two ranks, {options.rounds} rounds of {steps} steps of each side",
                 "side", ("samples/s", "{:.1f}"), ("rannd / side", "{:.3f}"), ("losses differ by", "{:.0e}"), "error",
             )  # fmt: skip
             ratios = {}
@@ -165,7 +168,7 @@ def compare_steps(options: argparse.Namespace) -> bool:
             if of_deepspeed:
                 jobs.append((", again", ["rannd", "ddp", *of_deepspeed], DEEPSPEED_VARIABLES))
             for again, sides, variables in jobs:
-                results = run(name, sides, options, {**environment, **variables})
+                results = run(name, sides, steps, options, {**environment, **variables})
                 for side in sides:
                     tell(table, SIDES[side] + (again if side not in ZERO else ""), side, results)
                     if side != "rannd" and results.is_right(side) and (side in ZERO or not again):
@@ -193,14 +196,16 @@ def tell(table: Table, told: str, side: str, results: Results) -> None:
     table.row(told, rates, ratio, away, None if results.is_right(side) else "wrong losses")
 
 
-def run(name: str, sides: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str]) -> Results:
+def run(
+    name: str, sides: Sequence[str], steps: int, options: argparse.Namespace, environment: Mapping[str, str]
+) -> Results:
     """Run the job of a workload, without those sides that end it: a failed rank cannot go on with the other one."""
     errors: dict[str, str] = {}
     while True:
         left = [side for side in sides if side not in errors]
         with tempfile.TemporaryDirectory() as folder:
             command = [*RANNC_RUN, __file__, "steps", "--workloads", name, "--sides", *left, "--folder", folder]
-            command += ["--rounds", str(options.rounds), "--steps", str(options.steps or 3)]
+            command += ["--rounds", str(options.rounds), "--steps", str(steps)]
             code, output = ended([*command, *(["--small"] if options.small else [])], environment)
             if not code:
                 return Results(**json.loads((Path(folder) / "results").read_text()), errors=errors)
