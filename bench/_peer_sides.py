@@ -113,6 +113,9 @@ class Stage(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, *values: Any) -> Any:
+        for value in values:
+            if value.requires_grad:  # torch cannot receive the gradient of a part of a concatenation as it is
+                value.register_hook(Tensor.contiguous)
         for part in self.parts:
             found = part(*values)
             values = found if isinstance(found, tuple) else (found,)

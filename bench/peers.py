@@ -27,7 +27,8 @@ steps  For each workload a job, in which all sides train a model of their own in
 
        The weight that GPT-2's first and last layer share has a copy on both ranks under torch's schedules; the
        gradients of both are summed by hand, which torch does not do. Stages of the U-Net hand on skip connections that
-       they do not use. A side that fails has the first line of its error in its row; the job starts again without it.
+       they do not use, and make gradients contiguous by a hook, without which these schedules refuse them. A side that
+       fails has the first line of its error in its row; the job starts again without it.
 
 jobs   Whole jobs, as users start them: a GPT-2 trained by the scripts in bench/_peer_jobs, without any settings, one
        job after the other. Times are those of a job's later rank; "first step" is from the command to the end of the

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from job import ROOT, Job
 
 sys.path.insert(0, str(ROOT / "bench"))
+import peers
 from _peer_runs import JOBS, PLAIN, lines_changed
 
 NUMBER = r"([\d.]+)"
@@ -67,18 +69,43 @@ def test_rannd_is_compared_with_a_peer(job: Job) -> None:
 
 @pytest.mark.long
 @pytest.mark.ranks
-@pytest.mark.parametrize("workload", ["digits", "gpt2", "resnet", "head"])
+@pytest.mark.parametrize("workload", ["digits", "gpt2", "resnet", "head", "unet"])
 def test_every_peer_of_the_environment_trains(job: Job, workload: str) -> None:
     check_steps(steps(job, workload, *PEERS), set(PEERS.values()))
 
 
-@pytest.mark.long
-@pytest.mark.ranks
-def test_a_peer_that_fails_has_its_error_in_its_row(job: Job) -> None:
-    """Torch's schedules receive gradients only into contiguous tensors; that of a part of a concatenation is not."""
-    output = steps(job, "unet", "ddp", "1f1b", "interleaved")
-    assert set(rows(output, STEPS)) == {"rannd", "DistributedDataParallel", "torch 1F1B"}, output
-    assert re.search(r"^torch Interleaved1F1B +RuntimeError: .*contiguous", output, re.M), output
+FAILING = """
+import json, sys
+from pathlib import Path
+words = sys.argv[1:]
+sides = words[words.index("--sides") + 1 : words.index("--folder")]
+folder = Path(words[words.index("--folder") + 1])
+if "ddp" in sides:
+    (folder / "side-0").write_text("ddp")
+    (folder / "side-1").write_text("ddp")
+    (folder / "error-1").write_text("RuntimeError: what it is")
+    (folder / "error-0").write_text("RuntimeError: the other rank is gone")
+    sys.exit(1)
+(folder / "results").write_text(json.dumps({
+    "rates": {"rannd": [3.0, 2.0], "fsdp2": [1.0, 4.0]}, "plan": "1 stage",
+    "losses": {"rannd": [2.0, 1.0], "fsdp2": [2.0, 1.1]},
+    "reference": {"whole": [2.0, 1.0], "microbatches": [7.0, 7.0]},
+}))
+"""
+"""A job, of which one side fails."""
+
+
+def test_a_side_that_fails_or_trains_wrongly_has_its_error_in_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.py").write_text(FAILING)
+    monkeypatch.setattr(peers, "RANNC_RUN", [sys.executable, str(tmp_path / "job.py")])
+    options = Namespace(workloads=["gpt2"], sides=["ddp", "fsdp2"], rounds=2, steps=1, small=True)
+    assert peers.compare_steps(options), "rannd's losses are right"
+    output = capsys.readouterr().out
+    assert re.search(r"^DistributedDataParallel +RuntimeError: what it is$", output, re.M), output
+    assert rows(output, STEPS)["FSDP2"][3:] == ("1.750", "0.500", "3.000", "1e-01", "wrong losses")
+    assert "best peer" not in output, "a side with wrong losses is no peer"
 
 
 @pytest.mark.long
