@@ -147,6 +147,10 @@ def compare_jobs(names: Sequence[str], steps: int, repeats: int, small: bool) ->
         note(f"DeepSpeed is left out: {DEEPSPEED} is not there, `make peers` makes it")
     jobs = {"plain": PLAIN, **{name: JOBS[name] for name in names}}
     results: dict[str, list[Measured | str]] = {}
+    table = Table(
+        f"GPT-2, whole jobs of two ranks, {repeats} of each, {steps} steps", "job", ("first step", "{:.2f} s"),
+        ("all steps", "{:.1f} s"), ("median step", "{:.0f} ms"), ("memory", "{:.0f} MiB"), "lines", "error",
+    )  # fmt: skip
     for _ in range(repeats):
         with home() as environment:  # with an empty cache
             environment |= {f"PEER_JOB_{name}": str(value) for name, value in sizes.items()}
@@ -158,15 +162,11 @@ def compare_jobs(names: Sequence[str], steps: int, repeats: int, small: bool) ->
                     results.setdefault("rannd, repeated", []).append(run(job, variables))
                 else:
                     results.setdefault(name, []).append(run(job, variables))
-    return tell(jobs, results, steps, repeats)
+    return tell(table, jobs, results)
 
 
-def tell(jobs: Mapping[str, Job], results: Mapping[str, Sequence[Measured | str]], steps: int, repeats: int) -> bool:
-    """Print the table and the goals."""
-    table = Table(
-        f"GPT-2, whole jobs of two ranks, {repeats} of each, {steps} steps", "job", ("first step", "{:.2f} s"),
-        ("all steps", "{:.1f} s"), ("median step", "{:.0f} ms"), ("memory", "{:.0f} MiB"), "lines", "error",
-    )  # fmt: skip
+def tell(table: Table, jobs: Mapping[str, Job], results: Mapping[str, Sequence[Measured | str]]) -> bool:
+    """Print the rows and the goals."""
     right = True
     (loss, *_) = [each.loss for each in results["plain"] if isinstance(each, Measured)] or [float("nan")]
     for name, each in results.items():

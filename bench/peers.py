@@ -76,7 +76,7 @@ SHORT = {"tutorial": 10, "digits": 10}
 """So many steps count as one where one takes a few milliseconds."""
 CHECKED = 3
 """First steps whose losses are compared."""
-NEAR = 1e-4
+NEAR = 1e-5
 """Of losses, relative: float32, sums in another order. In three steps losses change by 5e-3 and more."""
 
 

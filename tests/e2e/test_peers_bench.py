@@ -46,7 +46,7 @@ def check_steps(output: str, sides: set[str]) -> None:
     for side, cells in found.items():
         *numbers, away, error = cells
         rate, ratio = (numbers[:3], numbers[3:])
-        assert float(away) <= 1e-4, side
+        assert float(away) <= 1e-5, side
         assert not error, side
         for middle, low, high in (map(float, rate), map(float, ratio)):
             assert 0 < low <= middle <= high, side
