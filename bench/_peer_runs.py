@@ -149,7 +149,7 @@ def compare_jobs(names: Sequence[str], steps: int, repeats: int, small: bool) ->
     results: dict[str, list[Measured | str]] = {}
     table = Table(
         f"GPT-2, whole jobs of two ranks, {repeats} of each, {steps} steps", "job", ("first step", "{:.2f} s"),
-        ("all steps", "{:.1f} s"), ("median step", "{:.0f} ms"), ("memory", "{:.0f} MiB"), "lines", "error",
+        ("all steps", "{:.2f} s"), ("median step", "{:.1f} ms"), ("memory", "{:.0f} MiB"), "lines", "error",
     )  # fmt: skip
     for _ in range(repeats):
         with home() as environment:  # with an empty cache

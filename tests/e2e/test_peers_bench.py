@@ -112,7 +112,7 @@ def test_a_side_that_fails_or_trains_wrongly_has_its_error_in_its_row(
 @pytest.mark.ranks
 def test_whole_jobs_end_with_the_same_loss(job: Job) -> None:
     names = [name for name in JOBS if name != "deepspeed"]
-    small = ("--small", "--repeats", "1", "--steps", "6", "--jobs", *names)
+    small = ("--small", "--repeats", "1", "--steps", "20", "--jobs", *names)
     output = job.run(sys.executable, "bench/peers.py", "jobs", *small)
     found = rows(output, JOB)
     told = {JOBS[name].told for name in names if name != "rannd"} | {
