@@ -10,6 +10,7 @@ LAUNCHERS := $(VENV)/launchers/.set-up
 FRAMEWORKS := $(VENV)/.frameworks
 # The site of the documentation has an environment of its own (170 MB), which needs neither torch nor rannd.
 SITE := .venv-docs
+PEERS := .peers/.set-up
 # The version of torch that VENV is made with; empty: what PYTHON has, or that of constraints.txt.
 PIN :=
 
@@ -36,7 +37,7 @@ GPU_WHEELS := $(wildcard .gpu/wheels/*)
 GPU_STAMP := $(if $(GPU_WHEELS),.gpu/venv/.set-up,$(STAMP))
 GPU_PY := $(if $(GPU_WHEELS),.gpu/venv/bin/python,$(PY))
 
-.PHONY: help setup demo test test-long test-full test-torch test-soak test-chosen bench gpu gpu-wheels lint lock docs browser clean
+.PHONY: help setup demo test test-long test-full test-torch test-soak test-chosen bench peers gpu gpu-wheels lint lock docs browser clean
 
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
@@ -47,13 +48,14 @@ help:
 	@echo "                the tests on another torch (5 GB) or Python, in an environment of its own below .torch"
 	@echo "make test-soak  200 jobs, four at a time, with random kills (half an hour and more); SOAK_JOBS, SOAK_AT_ONCE, SOAK_SEED"
 	@echo "make bench      side-by-side measurements"
+	@echo "make peers      DeepSpeed, for bench/peers.py, into .peers"
 	@echo "make gpu        all that is worth knowing on a machine with one GPU, in 25 minutes; DEVICE=cpu: a small form"
 	@echo "                PARTS=\"correct speed estimates shared\", OUT=folder for gpu.json and gpu.md"
 	@echo "make gpu-wheels for a machine without a package index: what 'make gpu' needs there, into .gpu/wheels"
 	@echo "make lint       lint, types and layers only"
 	@echo "make docs       the documentation as a site, into build/site; a warning is an error"
 	@echo "make lock       versions and hashes of requirements*.lock for what pyproject.toml asks for; UPGRADE=1: the newest"
-	@echo "make clean      remove .venv, .venv-docs, .torch, .gpu and what tools left behind"
+	@echo "make clean      remove .venv, .venv-docs, .peers, .torch, .gpu and what tools left behind"
 
 setup: $(STAMP)
 
@@ -69,6 +71,13 @@ $(LAUNCHERS): $(STAMP) .ci/launchers
 # Frameworks that train models themselves, for tests alone.
 $(FRAMEWORKS): $(STAMP) .ci/frameworks requirements-frameworks.lock
 	@VENV="$(VENV)" .ci/frameworks
+	@touch $@
+
+# A package that changes what others do where it can be imported: in a folder that only a measurement of it looks into.
+peers: $(PEERS)
+
+$(PEERS): $(STAMP) .ci/peers requirements-peers.lock
+	@VENV="$(VENV)" .ci/peers
 	@touch $@
 
 # After a change of dependencies. UPGRADE=1: with the newest versions; FILES=requirements-docs.lock: that file alone.
@@ -124,7 +133,7 @@ test-soak: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= $(PY) tests/soak/soak_run.py $(SOAK_JOBS) $(SOAK_AT_ONCE) $(SOAK_SEED)
 
 # All measurements, or those of RUNS ("planner estimates"): bench/results/<date>.json and docs/benchmarks.md.
-bench: $(STAMP) $(FRAMEWORKS)
+bench: $(STAMP) $(FRAMEWORKS) $(PEERS)
 	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) bench/all.py $(RUNS)
 
 gpu: $(GPU_STAMP)
@@ -137,5 +146,5 @@ gpu-wheels:
 	@PYTHON="$(PYTHON)" GPU_PYTHON="$(GPU_PYTHON)" .ci/gpu-wheels
 
 clean:
-	rm -rf .venv .venv-docs .torch .gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .peers .torch .gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -169,6 +169,7 @@ def test_pages_of_plans_are_made_of_files_of_the_package() -> None:
         ("requirements.lock", ("test", "examples"), False),
         ("requirements-frameworks.lock", ("test", "examples", "frameworks"), False),
         ("requirements-docs.lock", ("docs",), True),
+        ("requirements-peers.lock", ("peers",), True),  # only what requirements.lock does not have
     ],
 )
 def test_the_lock_has_what_is_asked_for(file: str, asked: tuple[str, ...], alone: bool) -> None:
