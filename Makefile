@@ -47,7 +47,7 @@ help:
 	@echo "make test-torch TORCH=2.11.0 PYTHON=python3.12"
 	@echo "                the tests on another torch (5 GB) or Python, in an environment of its own below .torch"
 	@echo "make test-soak  200 jobs, four at a time, with random kills (half an hour and more); SOAK_JOBS, SOAK_AT_ONCE, SOAK_SEED"
-	@echo "make bench      side-by-side measurements"
+	@echo "make bench      all measurements (hours), into bench/results and docs/benchmarks.md; RUNS=\"planner estimates\": these"
 	@echo "make peers      DeepSpeed, for bench/peers.py, into .peers"
 	@echo "make gpu        all that is worth knowing on a machine with one GPU, in 25 minutes; DEVICE=cpu: a small form"
 	@echo "                PARTS=\"correct speed estimates shared\", OUT=folder for gpu.json and gpu.md"

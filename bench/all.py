@@ -69,7 +69,7 @@ RUNS = (
     ),
     Run("profiles", "Profiles beside busy processes", "profiles.py", "", "--runs 1 --steps 2 --rounds 1"),
     Run("peers", "Steps beside others' packages", "peers.py", "steps",
-        "steps --rounds 1 --steps 1 --workloads tutorial"),
+        "steps --small --rounds 1 --steps 1 --workloads tutorial"),
     Run("jobs", "Whole jobs beside others' packages", "peers.py", "jobs", "jobs --steps 3"),
     Run("frameworks", "Frameworks", "frameworks.py", "", "--rounds 1 --steps 4"),
     Run("binding", "Ranks that are bound to cores", "binding.py", "", "--rounds 1 --steps 1"),
