@@ -100,7 +100,9 @@ def times(repeats: int) -> None:
                     start = time.perf_counter()
                     best = plan(graph, blocks, costs, memory_bytes=memory, ranked=ranked, **given)  # type: ignore[arg-type]
                     took.append((time.perf_counter() - start) * 1e3)
-                gap = best.e_us / best.bound_us - 1 if best.bound_us else None  # None: another schedule is faster
+                gap = None  # another schedule is faster
+                if best.bound_us:
+                    gap = max(0.0, best.e_us / best.bound_us - 1)  # rounding alone makes it negative
                 stages = len(best.stages)
                 told = "by simulation" if ranked else None
                 table.row(world, name, told, Spread.of(took), stages, best.microbatches, gap)
