@@ -10,7 +10,9 @@ planner is fitted to such steps; it uses only its measurements of blocks and lin
 With --calibrate a first job runs every other plan with a cache of its own and learns from its steps, and a second job
 predicts and runs the others, from which nothing was learned. --busy lets so many processes come and go meanwhile.
 
-time      median of the steps / prediction; in brackets half of the interquartile range, relative to the median
+Where the machine's own speed changes meanwhile, predictions are of another machine: a fixed matrix product tells.
+
+time      median of the steps / prediction; half of the distance of the quartiles, relative to the median
 memory    most bytes of tensors in a step and the optimizer's / planned bytes, of the rank where this is largest, with
           gradients that are kept (zero_grad(set_to_none=False), which the plan is for), and without (zero_grad());
           the call's arguments and message buffers count
@@ -117,6 +119,7 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
 
     rank = pyrannc.get_rank()
     made: list[Configuration] = []
+    paces: dict[str, list[float]] = {"when plans were made": [], "between steps": []}
     for model_name, make, arguments, whole in models(CPU):
         for number, (plan_name, plan) in enumerate(PLANS.items()):
             name = f"{model_name}, {plan_name}"
@@ -142,6 +145,7 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
                 optimizer.zero_grad(set_to_none=not kept)
                 wrapped(*arguments).backward()
 
+            paces["when plans were made"].append(pace())
             step()
             optimizer.step()
             given = sum(argument.nbytes for argument in arguments)
@@ -149,6 +153,7 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
             if rank == 0:
                 print(f"\rwrapped {len(made)}", end="", file=sys.stderr, flush=True)
     for number in range(rounds + 1 if timed else 0):
+        paces["between steps"].append(pace())
         for each in made[:: 1 if number % 2 else -1]:
             each.step()  # warm-up, because caches hold data of other configurations
             for _ in range(steps):
@@ -172,8 +177,23 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
             f"host for each computation and message"
         )
         if timed:
+            told = (f"{1e3 * statistics.median(values):.2f} ms {when}" for when, values in paces.items())
+            note(f"{kind}{beside}: a fixed matrix product took {' and '.join(told)}")
             show_times(f"{kind}{beside}", made, times.tolist(), judged=kind.startswith("plans that nothing"))
         show_memory(f"{kind}{beside}", made, memory.tolist())
+
+
+def pace() -> float:
+    """Seconds of a fixed matrix product, the least of five: whether the machine is as fast as it was before."""
+    import torch
+
+    square = torch.ones(512, 512)
+    taken = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        torch.mm(square, square)
+        taken.append(time.perf_counter() - begun)
+    return min(taken)
 
 
 def show_times(what: str, made: list[Configuration], times: list[list[float]], *, judged: bool) -> None:
