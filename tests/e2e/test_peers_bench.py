@@ -60,7 +60,7 @@ def test_rannd_is_compared_with_a_peer(job: Job) -> None:
     check_steps(output, {"DistributedDataParallel"})
     median = float(rows(output, STEPS)["DistributedDataParallel"][3])
     goal = re.search(
-        rf"the best peer, .* \(tutorial {NUMBER}\): {NUMBER}, at least 1.000 (reached|MISSED)$", output, re.M
+        rf"the best peer, .* \(tutorial {NUMBER}\): {NUMBER}, at least 1.000: (reached|MISSED)$", output, re.M
     )
     assert goal is not None, output
     assert float(goal[1]) == float(goal[2]) == median
