@@ -67,7 +67,7 @@ def test_rannd_is_compared_with_a_peer(job: Job) -> None:
     assert (goal[3] == "reached") == (median >= 1)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("workload", ["digits", "gpt2", "resnet", "head", "unet"])
 def test_every_peer_of_the_environment_trains(job: Job, workload: str) -> None:
@@ -108,7 +108,7 @@ def test_a_side_that_fails_or_trains_wrongly_has_its_error_in_its_row(
     assert "best peer" not in output, "a side with wrong losses is no peer"
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.ranks
 def test_whole_jobs_end_with_the_same_loss(job: Job) -> None:
     names = [name for name in JOBS if name != "deepspeed"]
