@@ -57,6 +57,12 @@ def test_a_public_class_name_is_used_once() -> None:
     assert {name: files for name, files in found.items() if len(files) > 1 and name not in SAME_CLASS_NAME} == {}
 
 
+def test_a_name_of_a_test_file_is_used_once() -> None:
+    """pytest imports test files by their base names: of two of one name it collects neither with the other."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 OF_OTHERS = {"train.py", "large.py", "looked/small.py", "back.py", "version.py", "__main__.py"}
 OF_OTHERS |= {"zero_to_fp32.py", "ds_to_universal.py"}
 """Scripts that pages have users write; files of torch, Python and DeepSpeed."""
