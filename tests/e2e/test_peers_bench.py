@@ -18,15 +18,8 @@ NUMBER = r"([\d.]+)"
 SPREAD = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 STEPS = re.compile(rf"^(\S.*?) +{SPREAD} +{SPREAD} +(\d+e[+-]\d+)(?:  +(\S.*))?$", re.M)
 JOB = re.compile(rf"^(\S.*?) +{SPREAD} s +{SPREAD} s +{SPREAD} ms +{SPREAD} MiB +(\d+)(?:  +(\S.*))?$", re.M)
-PEERS = {
-    "ddp": "DistributedDataParallel",
-    "fsdp2": "FSDP2",
-    "gpipe": "torch GPipe",
-    "1f1b": "torch 1F1B",
-    "interleaved": "torch Interleaved1F1B",
-    "zero-bubble": "torch InterleavedZeroBubble",
-    "accelerate": "accelerate",
-}
+PEERS = {name: told for name, told in peers.SIDES.items() if name not in ("rannd", *peers.ZERO)}
+"""Those of the environment, which DeepSpeed is not in."""
 
 
 def steps(job: Job, workload: str, *sides: str) -> str:
