@@ -277,7 +277,7 @@ class FailureDetector:
                 self._verdict.wait(GRACE_S + NEWS_S)
             if self.failure is not None:
                 raise self._again(self.failure)
-            where.call, where.thread = call, threading.get_ident()
+            where.call, where.thread, where.user_line = call, threading.get_ident(), stack_dump.line_of_caller()
             where.calls += 1
         where.turns += 1
         where.depth += 1
@@ -299,7 +299,7 @@ class FailureDetector:
                 self._failed(exc, where)
         finally:
             if where.depth == 0:
-                where.call, where.piece, where.action, where.preparing = "", None, None, False
+                where.call, where.user_line, where.piece, where.action, where.preparing = "", "", None, None, False
 
     def _failed(self, exc: BaseException, where: Where) -> None:
         if isinstance(exc, RankFailedError | GeneratorExit) or getattr(exc, "_rannd_told", False):

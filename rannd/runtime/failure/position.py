@@ -16,7 +16,19 @@ class Where:
     rannd.runtime.failure.detector sets the rest. Other threads only read.
     """
 
-    __slots__ = ("action", "call", "calls", "depth", "piece", "preparing", "stage", "step", "thread", "turns")
+    __slots__ = (
+        "action",
+        "call",
+        "calls",
+        "depth",
+        "piece",
+        "preparing",
+        "stage",
+        "step",
+        "thread",
+        "turns",
+        "user_line",
+    )
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -37,6 +49,8 @@ class Where:
         """Whether it is tracing, profiling, planning, or writing beside the script, which has no time limit."""
         self.thread = threading.main_thread().ident or 0
         """Thread that entered rannd last."""
+        self.user_line = ""
+        """Line of the user's code that has entered rannd, ``train.py:33``, for stacks too deep to see it."""
 
     def snapshot(self) -> tuple[Any, ...]:
         """Snapshot that changes with every update of the position."""

@@ -99,7 +99,8 @@ def test_a_thread_beside_the_script_has_a_position_of_its_own() -> None:
     waits.wait()
     with watch.inside("forward"):
         assert (watch.where.call, watch.where.calls, watch.where.turns) == ("forward", 1, 1)
-    assert watch.where.call == ""
+        assert watch.where.user_line.startswith("test_detector.py:")
+    assert watch.where.call == watch.where.user_line == ""
     watch.failure = FAILURE
     with pytest.raises(RankFailedError, match=r"rank 1 .* failed in step 3.*restart the job"), watch.inside("forward"):
         pass
