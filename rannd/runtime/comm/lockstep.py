@@ -6,12 +6,13 @@ import enum
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from rannd.errors import StepError, UsageError
 from rannd.runtime.comm import process_flags
-from rannd.runtime.comm.world import World
+from rannd.runtime.comm.world import Gathering, World
 from rannd.runtime.failure import late_error
 
 FLAG_BITS = 62
@@ -80,32 +81,56 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
     Raises the error of an asynchronous save on all ranks once one of them knows it, but for backwards, whose gradients
     would be lost.
     """
+    return begin_to_agree(world, phase, step, *numbers).finish()
+
+
+def begin_to_agree(world: World, phase: Phase, step: int, *numbers: int) -> Agreement:
+    """Begin to `agree`. No other collective on the host may start before it has finished."""
     ensure_memory(phase, step)
     if phase not in _STEADY:
         world.reads.settle()
     # Equally long in every phase, so that ranks in different phases can decode each other's messages.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
     late = phase is not Phase.BACKWARD and late_error.known() is not None
-    told = world.gather_numbers([phase, step, _digest(_uncompared), int(late), *first])
-    places = [(each[0], each[1]) for each in told]
-    if len(set(places)) > 1:
-        other = next(rank for rank, place in enumerate(places) if place != places[0])
-        here, there = (_place(*place) for place in (places[0], places[other]))
-        raise StepError(
-            f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model and backward equally "
-            "often and in the same order, and likewise all other collective functions (barrier, those that gather or "
-            "load state)"
-        )
-    if len({each[2] for each in told}) > 1:
-        _compare(world)
-    _uncompared.clear()
-    if any(each[3] for each in told):
-        late_error.raise_known()
-    found = [each[4 : 4 + len(numbers)] for each in told]
-    if len(numbers) > TOGETHER:
-        rest = world.gather_numbers(numbers[TOGETHER:])
-        found = [[*each, *more] for each, more in zip(found, rest, strict=True)]
-    return [tuple(each) for each in found]
+    told = world.begin_gather([phase, step, _digest(_uncompared), int(late), *first])
+    return Agreement(world, numbers, told)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """An `agree` that has begun."""
+
+    world: World
+    numbers: Sequence[int]
+    """Of this rank."""
+    told: Gathering
+
+    def is_ready(self) -> bool:
+        """Whether all ranks have told their places."""
+        return self.told.is_ready()
+
+    def finish(self) -> list[tuple[int, ...]]:
+        """Wait for the other ranks; what `agree` returns and raises. Once."""
+        told = self.told.finish()
+        places = [(each[0], each[1]) for each in told]
+        if len(set(places)) > 1:
+            other = next(rank for rank, place in enumerate(places) if place != places[0])
+            here, there = (_place(*place) for place in (places[0], places[other]))
+            raise StepError(
+                f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model and backward equally "
+                "often and in the same order, and likewise all other collective functions (barrier, those that gather "
+                "or load state)"
+            )
+        if len({each[2] for each in told}) > 1:
+            _compare(self.world)
+        _uncompared.clear()
+        if any(each[3] for each in told):
+            late_error.raise_known()
+        found = [each[4 : 4 + len(self.numbers)] for each in told]
+        if len(self.numbers) > TOGETHER:
+            rest = self.world.gather_numbers(self.numbers[TOGETHER:])
+            found = [[*each, *more] for each, more in zip(found, rest, strict=True)]
+        return [tuple(each) for each in found]
 
 
 def ensure_memory(phase: Phase, step: int) -> None:

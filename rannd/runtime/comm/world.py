@@ -58,6 +58,28 @@ class Sum:
         return self.everyone.sum(0)
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """An asynchronous all-gather of integers."""
+
+    watch: FailureDetector
+    everyone: torch.Tensor
+    """Numbers of all ranks, one row per rank."""
+    work: dist.Work | None
+
+    def is_ready(self) -> bool:
+        """Whether the numbers of all ranks are there."""
+        return self.work is None or self.work.is_completed()
+
+    def finish(self) -> list[list[int]]:
+        """Wait for the numbers and return them by rank."""
+        if self.work is not None:
+            with self.watch.inside("gather"):
+                self.work.wait()
+        found: list[list[int]] = self.everyone.tolist()
+        return found
+
+
 _NODE = "node"
 """The group of a node's ranks, among `World.groups_beside`."""
 
@@ -190,13 +212,15 @@ class World:
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """All-gather integers, equally many on all ranks; returns them by rank."""
-        if self.size == 1:
-            return [list(numbers)]
+        return [list(numbers)] if self.size == 1 else self.begin_gather(numbers).finish()
+
+    def begin_gather(self, numbers: Sequence[int]) -> Gathering:
+        """Start `gather_numbers` asynchronously. No other collective on `control` may start before it has finished."""
         mine = torch.tensor(list(numbers), dtype=torch.int64)
+        if self.size == 1:
+            return Gathering(self.watch, mine.unsqueeze(0), None)
         with self.watch.inside("gather"):
-            received, work = self._exchange(mine)
-            work.wait()
-        return received.tolist()
+            return Gathering(self.watch, *self._exchange(mine))
 
     def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum a one-dimensional CPU tensor of few numbers over all ranks."""

@@ -18,6 +18,7 @@ from rannd.device.autocast import without_autocast
 from rannd.device.reads import read
 from rannd.errors import StepError
 from rannd.plan.schedule.instructions import Instruction, instructions
+from rannd.plan.schedule.program import TRANSFERS
 from rannd.runtime.binding.bound_graph import BoundGraph
 from rannd.runtime.binding.microbatches import Pieces
 from rannd.runtime.comm.context import Context
@@ -25,10 +26,8 @@ from rannd.runtime.comm.lockstep import (
     Phase,
     agree,
     compare_later,
-    pack_flags,
     pack_floats,
     same_loss_gradient,
-    unpack_flags,
     unpack_floats,
 )
 from rannd.runtime.compiling.compiled_stage import CompiledStage
@@ -39,6 +38,7 @@ from rannd.runtime.execution.program_player import ACTS, ProgramPlayer
 from rannd.runtime.execution.slot_tensors import SlotTensors
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
+from rannd.runtime.execution.upstream import Upstream
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.scaling import Factor, scaled
@@ -213,7 +213,12 @@ class Executor:
         if step.interleaved:
             return self._deliver_held_gradients(step, gradients, asked, reduce=reduce, again=again)
         self._reducer.audited = None if step.audit is None else step.audit.reduction
-        live, wanted = self._upstream(step, gradients, reduce=reduce, wanted=asked is not NOTHING)
+        listed = self._phase(step, _BACKWARD)
+        requested = asked is not NOTHING
+        upstream = Upstream(self.world, self.bound, self._totals, step, gradients, reduce=reduce, wanted=requested)
+        meanwhile = asked is None and not self._totals.nodes and not self.bound.meets and not _communicates(listed)
+        # This rank's gradients depend on nothing that others tell, so that it need not wait for them yet.
+        live, wanted = (upstream.own(), True) if meanwhile else upstream.agreed()
         reduce = reduce and wanted
         step.keep = again
         for computing in self.stages.values():
@@ -221,8 +226,12 @@ class Executor:
         self.mini_batch.give_seeds(step, gradients, live)
         if asked is not None:
             self._reducer.set_aside()
-        listed = self._phase(step, _BACKWARD)
-        self._player.play(step, listed, live, reduce=reduce and asked is None, early=self._overlaps(step))
+        try:
+            self._reducer.upstream = upstream
+            self._player.play(step, listed, live, reduce=reduce and asked is None, early=self._overlaps(step))
+            live, _ = upstream.agreed()
+        finally:
+            self._reducer.upstream = None
         if asked is not None:
             gathered = self._reducer.gathered(reduce=False)
             if wanted:
@@ -321,28 +330,7 @@ class Executor:
                 outputs[place] = found[node]
         return outputs
 
-    def _upstream(
-        self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, wanted: bool
-    ) -> tuple[frozenset[Node], bool]:
-        """Exchange between ranks which outputs have gradients, and the gradients of globally summed outputs.
 
-        `wanted`: gradients of parameters are requested on this rank. Returns the nodes that get gradients, and whether
-        gradients of parameters are requested on any rank. Collective.
-        """
-        results = self._graph.traced.results
-        given = dict(zip(results, gradients, strict=True))
-        flags = pack_flags([reduce, wanted, *(gradient is not None for gradient in gradients)])
-        numbers = self._totals.packed([given[node] for node in self._totals.nodes])
-        told = agree(self.world, Phase.BACKWARD, step.number, *flags, *numbers)
-        reduced, wants, *by_output = zip(*(unpack_flags(each, 2 + len(gradients)) for each in told), strict=True)
-        if len(set(reduced)) > 1:
-            raise StepError(
-                f"gradients of parameters are reduced on ranks {[rank for rank, each in enumerate(reduced) if each]} "
-                "alone: every rank has to turn delay_grad_allreduce on and off at the same places"
-            )
-        parts = self._totals.upstream(
-            [given[node] for node in self._totals.nodes], [each[len(flags) :] for each in told]
-        )
-        for node in self._totals.nodes:
-            step.upstream[node] = [parts[rank][node] for rank in self.world.rank_of_slot]
-        return self.bound.live(tuple(any(column) for column in by_output)), any(wants)
+def _communicates(listed: Sequence[Instruction]) -> bool:
+    """Whether a phase moves values between ranks."""
+    return any(each.posts or each.awaits or (each.action and each.action.kind in TRANSFERS) for each in listed)

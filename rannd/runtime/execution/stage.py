@@ -142,16 +142,14 @@ class Computing:
             return
         source = world.rank_of_slot[layout.slot_of(self._stage.number, step.pieces.first)]
         group = world.group_of(slots)
-        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for name in self._written:
-            buffer = self._state[name].detach()
-            kinds.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in kinds.values():  # one message per dtype, since a model has many small buffers
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(flat, source, group=group)
-            if world.rank != source:
-                for buffer, part in zip(buffers, flat.split([each.numel() for each in buffers]), strict=True):
-                    buffer.copy_(part.view_as(buffer))
+        # One message, since a model has many small buffers. The widest come first: then all are where views may begin.
+        buffers = sorted((self._state[name].detach() for name in self._written), key=lambda each: -each.itemsize)
+        flat = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
+        dist.broadcast(flat, source, group=group)
+        if world.rank != source:
+            parts = flat.split([each.nbytes for each in buffers])
+            received = [part.view(each.dtype).view_as(each) for part, each in zip(parts, buffers, strict=True)]
+            torch._foreach_copy_(buffers, received)
 
     # -- one piece --------------------------------------------------------------------------------------------
 

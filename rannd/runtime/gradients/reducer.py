@@ -17,6 +17,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,16 @@ class Gathered:
     """Whether they are already the mean over all ranks."""
     present: frozenset[str] = frozenset()
     """Of gradients of which this rank has a piece: those that are not zero because there are none."""
+
+
+class Agreed(Protocol):
+    """Something that the ranks agree on while they compute."""
+
+    def is_ready(self) -> bool:
+        """Whether `agreed` does not wait any more."""
+
+    def agreed(self) -> object:
+        """Wait for the other ranks; StepError if they are at different places."""
 
 
 class Reducer:
@@ -103,6 +114,8 @@ class Reducer:
         """Whether there are gradients to be reduced; the same on all ranks, even if this one has none of them."""
         self.delivered: list[Callable[[], None]] = []
         """Called after gradients were delivered to the user's parameters."""
+        self.upstream: Agreed | None = None
+        """What the ranks have to agree on before the first reduction of a backward."""
         self.audited: Callable[[str, Mapping[str, torch.Tensor | None]], None] | None = None
         """Gets gradients before ("local") and after ("reduced") their reduction, in a step that is audited."""
 
@@ -226,6 +239,11 @@ class Reducer:
                 self._start_complete()
 
     def _start_complete(self) -> None:
+        if self.upstream is not None:
+            if not self.upstream.is_ready():
+                return  # computing goes on; `_finish` begins what is left
+            self.upstream.agreed()
+            self.upstream = None
         while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
             self._start(self._buckets[self._started])
             self._started += 1
@@ -236,6 +254,9 @@ class Reducer:
             self.arm()
         self._armed = False
         waits = self._recorder.begin()
+        if self.upstream is not None:
+            self.upstream.agreed()
+            self.upstream = None
         for bucket in self._buckets[self._started :]:
             self._start(bucket)
         sums = Sums({}, frozenset()) if self.sharded is None else self.sharded.take()
@@ -268,17 +289,12 @@ class Reducer:
         reduced = self._parameters.gradient_dtypes(bucket.active[0]).reduced
         bucket.flat = torch.empty(sum(sizes), dtype=reduced, device=aliases[0].device)
         flags, *parts = bucket.flat.split(sizes)
-        # The flags have their place in any case: sums over three and more ranks depend on it, bit for bit.
-        if self._world.reads.late:
-            flags.zero_()
-        else:
-            flags.copy_(torch.tensor(bucket.present))
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for alias, part in zip(aliases, parts, strict=True):
             if alias.grad is None:
                 part.zero_()
-            elif self._division != 1:
+            elif self._division != 1 and alias.grad.dtype != reduced:  # a narrower type may have no room before
                 torch.div(flattened(alias.grad), self._division, out=part)
             else:
                 targets.append(part)
@@ -286,6 +302,13 @@ class Reducer:
             alias.grad = None
         if targets:
             torch._foreach_copy_(targets, sources)
+            if self._division != 1:
+                torch._foreach_div_(targets, self._division)
+        # The flags have their place in any case: sums over three and more ranks depend on it, bit for bit.
+        if self._world.reads.late:
+            flags.zero_()
+        else:
+            flags.copy_(torch.tensor(bucket.present))
         bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
     def _agree_on_present(self, present: frozenset[str]) -> frozenset[str]:

@@ -334,6 +334,40 @@ def gradients_that_differ_between_ranks() -> None:
     del os.environ["RANNC_INTERLEAVE_LOSS"]
 
 
+class Heads(nn.Module):
+    """Two outputs that each have a layer of their own, and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 2)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = torch.tanh(self.first(x))
+        return [head(x) for head in self.heads]
+
+
+def losses_of_other_outputs_on_each_rank() -> None:
+    """A rank need not know which outputs the others have gradients for to compute its own."""
+    reference, wrapped = pair(Heads)
+    for step in range(3):
+        for rank in range(WORLD):
+            x, _ = batch(rank, seed=step)
+            (reference(x)[(rank + step) % 2].square().sum() / WORLD).backward()
+            if rank == RANK:
+                wanted = x.grad
+        x, _ = batch(RANK, seed=step)
+        wrapped(x)[(RANK + step) % 2].square().sum().backward()
+        same_gradients(wrapped, reference)
+        same(x.grad * 1.0, wanted * WORLD, "gradient of the input")
+    if WORLD > 1:
+        found = wrapped(x)[0]
+        pyrannc.delay_grad_allreduce(RANK > 0)
+        refused(StepError, "gradients of parameters are reduced on ranks [0] alone", found.sum().backward)
+        pyrannc.clear()
+        pyrannc.delay_grad_allreduce(False)
+
+
 def one_batch_for_all() -> None:
     for rows in (8, 7, 1):
         reference, wrapped = pair(Net, gather_inputs=False, outputs="all")
@@ -379,5 +413,6 @@ tensors_that_are_written_into()
 gradients_that_are_asked_for()
 an_empty_batch_whose_gradients_wait()
 gradients_that_differ_between_ranks()
+losses_of_other_outputs_on_each_rank()
 one_batch_for_all()
 print(f"rank {RANK}: calls: all equal", flush=True)
