@@ -95,7 +95,7 @@ def test_every_module_that_makes_keys_is_digested(imports: dict[str, set[str]]) 
     makers = {name for name, others in imports.items() if "rannd.daemon.common.keys" in others}
     ranks = {name for name in makers if not name.startswith(("rannd.daemon.", "rannd.runner."))}
     # One only hands them on, the other's key has that of a plan in it.
-    assert sorted(ranks - digested) == ["rannd.runtime.comm.cache_client", "rannd.runtime.execution.step_measuring"]
+    assert sorted(ranks - digested) == ["rannd.runtime.comm.cache_client", "rannd.runtime.deployment.step_measuring"]
 
 
 EDITED = {

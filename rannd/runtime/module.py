@@ -23,7 +23,7 @@ from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.context import Context, WrapOptions
 from rannd.runtime.comm.lockstep import forget_uncompared
 from rannd.runtime.comm.world import current, made
-from rannd.runtime.execution.step_measuring import forget_latest
+from rannd.runtime.deployment.step_measuring import forget_latest
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.gradients.bypass_watch import BypassWatch

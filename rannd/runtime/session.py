@@ -33,13 +33,13 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, agree, meet
 from rannd.runtime.deployment.deployer import Deployed, Deployer
 from rannd.runtime.deployment.graph_table import UNKNOWN, Graphs
+from rannd.runtime.deployment.step_measuring import MeasuringSettings, Planned, StepMeasuring, is_planned
 from rannd.runtime.deployment.undeploy import gather_gradient, gathered_states, undeploy
 from rannd.runtime.execution.autograd_bridge import attach
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.outputs import NotSent
 from rannd.runtime.execution.shared_batch import Share, from_rank_0, rows_by_slot
 from rannd.runtime.execution.step import Step
-from rannd.runtime.execution.step_measuring import MeasuringSettings, Planned, StepMeasuring, is_planned
 from rannd.runtime.gradients.scaling import Factor
 from rannd.runtime.loss_check import check_losses
 from rannd.runtime.optim.global_optimizer import whole_optimizer

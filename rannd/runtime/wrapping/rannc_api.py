@@ -17,7 +17,7 @@ from rannd import log
 from rannd.errors import UsageError
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import current
-from rannd.runtime.execution.step_measuring import dump_latest
+from rannd.runtime.deployment.step_measuring import dump_latest
 
 _NO_APEX = (
     "Apex is not supported. In place of its O1 run the model under torch.autocast, with a torch.amp.GradScaler for "
