@@ -10,8 +10,10 @@ import transformers
 from torch import nn
 
 import pyrannc
+from rannd import log
 from rannd.errors import UsageError
 from rannd.runtime.step_metrics import StepMetrics
+from rannd.runtime.wrapping.other_wrappers import NOT_COMPILED
 
 STATE = "rannc"
 """Folder in a Trainer's checkpoint with the state of all ranks, see `pyrannc.save_checkpoint`."""
@@ -28,8 +30,8 @@ class RaNNCTrainer(transformers.Trainer):
         plan_metrics: Whether logs of training steps have what `PlanMetrics` tells, and so all of Trainer's trackers.
 
     Raises:
-        UsageError: The model is wrapped already, DeepSpeed, FSDP or DataParallel would distribute it, or Trainer does
-            not know of the other ranks.
+        UsageError: The model is wrapped already, DeepSpeed, FSDP or DataParallel would distribute it, Trainer would
+            look for a batch size that fits, or does not know of the other ranks.
     """
 
     def __init__(self, *args: Any, plan_metrics: bool = False, **kwargs: Any) -> None:
@@ -37,6 +39,13 @@ class RaNNCTrainer(transformers.Trainer):
         self._tells = plan_metrics
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise UsageError("RaNNCTrainer partitions the model; remove deepspeed and fsdp from the TrainingArguments")
+        if self.args.auto_find_batch_size:
+            raise UsageError(
+                "auto_find_batch_size tries smaller batches on the rank that runs out of memory, alone; remove it: "
+                "the plan fits per_device_train_batch_size into memory, or says what is lacking"
+            )
+        if self.args.torch_compile and pyrannc.get_rank() == 0:
+            log.get("RaNNCModule").warning(NOT_COMPILED)
         if self.args.n_gpu > 1:
             raise UsageError(
                 f"one process sees {self.args.n_gpu} GPUs, to which Trainer copies the model (DataParallel); start "

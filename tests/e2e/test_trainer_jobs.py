@@ -37,6 +37,23 @@ def test_language_models_of_the_zoo(job: Job, tmp_path: Path, names: tuple[str, 
     assert all(f"{name} is right" in output for name in names)
 
 
+def test_options_that_would_do_something_else(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch import nn\n"
+        "from transformers import TrainingArguments\n"
+        "from pyrannc.integrations.transformers import RaNNCTrainer\n"
+        "for option in ('torch_compile', 'auto_find_batch_size'):\n"
+        f"    args = TrainingArguments({str(tmp_path)!r}, report_to=[], use_cpu=True, **{{option: True}})\n"
+        "    RaNNCTrainer(model=nn.Linear(1, 1), args=args)\n"
+        "    print(option, 'goes on')\n"
+    )
+    output = job.train(1, str(script), code=1, CUDA_VISIBLE_DEVICES="")
+    assert output.count("torch.compile of a RaNNCModule compiles nothing") == 1
+    assert "torch_compile goes on" in output
+    assert "remove it: the plan fits per_device_train_batch_size into memory" in output
+
+
 def test_ranks_that_trainer_does_not_see_are_told(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
