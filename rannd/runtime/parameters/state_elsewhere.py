@@ -2,19 +2,21 @@
 
 A script for one process saves on every rank: such a rank would overwrite the whole state with what it has. A tensor of
 such a state has a shape and a dtype, and can be moved, copied and converted, as scripts do before one rank saves; every
-use of its values is an error, as it is to pass it to ``torch.save``, pickle or safetensors, alone or inside of
-something else. Entries that are not tensors are empty dicts, which cannot be saved either.
+use of its values is an error, as it is to pass it to pickle or safetensors, alone or inside of something else.
+``torch.save`` to a file writes nothing and says so, since rank 0 of such a script writes the file: an error would end
+the job while it does. Entries that are not tensors are empty dicts, which cannot be saved either.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 
-from rannd import patches
+from rannd import log, patches
 from rannd.errors import UsageError
 from rannd.runtime.parameters.valueless import Valueless
 
@@ -104,18 +106,37 @@ def elsewhere(description: dict[str, Any]) -> dict[str, Any]:
 _SAVE = patches.declare("torch.save", torch, "save", "it empties the file before what cannot be saved is an error")
 
 
+_told = False
+
+
 def install() -> None:
-    """Let torch.save refuse another rank's state before it opens a file, until `remove`."""
-    patches.install(_SAVE.around(_checked))
+    """Let torch.save leave another rank's state to that rank, until `remove`."""
+    patches.install(_SAVE.around(_saved_here))
 
 
 def remove() -> None:
     """Restore torch's function."""
+    global _told
+    _told = False
     patches.remove(_SAVE)
 
 
-def _checked(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
-    ensure_here(obj, "torch.save")
+def _saved_here(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    global _told
+    file = args[0] if args else kwargs.get("f")
+    try:
+        ensure_here(obj, "torch.save")
+    except UsageError:
+        if not isinstance(file, (str, os.PathLike)):
+            raise
+        if not _told:
+            log.get("RaNNCModule").warning(
+                "torch.save writes nothing to %s on this rank: state_dict() has given the values to rank 0, which has "
+                "to write them. To be without this line, save if pyrannc.get_rank() == 0",
+                os.fspath(file),
+            )
+        _told = True
+        return None
     return original(obj, *args, **kwargs)
 
 
