@@ -27,6 +27,7 @@ from rannd.runtime.deployment.step_measuring import forget_latest
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.gradients.bypass_watch import BypassWatch
+from rannd.runtime.optim import unknown_optimizer
 from rannd.runtime.parameters import absent, state_elsewhere
 from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.planning.deployment_file import save_file
@@ -178,6 +179,8 @@ class RaNNCModule(nn.Module):
         self._bypass: BypassWatch | None = None
         if optimizer is not None and session.world.size > 1 and session.world.rank == 0:  # that one tells
             self._bypass = BypassWatch(optimizer, model, lambda: session.delivered)
+        if optimizer is None:
+            unknown_optimizer.install()
         grad_norm.install()
         autograd_inputs.install()
         absent.install()
@@ -634,6 +637,7 @@ def clear() -> None:
     autograd_inputs.remove()
     absent.remove()
     state_elsewhere.remove()
+    unknown_optimizer.remove()
     forget_uncompared()
     forget_latest()
     world = made()

@@ -1,7 +1,8 @@
 """Give an optimizer's instance a ``state_dict`` and ``load_state_dict`` that take `from_global`.
 
-With `from_global` they are collectives about all ranks' parameters; without it they are the class's own, about this
-rank's. Saving only a part of the state by mistake is an error, also by pickle.
+With `from_global` they are collectives about all ranks' parameters; with ``from_global=False`` the class's own, about
+this rank's. Unless it is said, they are collectives where ranks have different parts: scripts for one process save and
+load the whole state. Saving only a part of it by mistake is an error, also by pickle.
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
     def state_dict(from_global: bool | None = None, to_cpu: bool = True, root: int = 0) -> dict[str, Any]:
         """The class's own, or with `from_global` the state of a single process's optimizer, on rank `root`. Collective.
 
-        `to_cpu` has no effect: the copies are on the CPU. UsageError where this rank has only a part of the parameters,
-        unless `from_global` is given.
+        Unless `from_global` is given, it is True where ranks have different parts of the state. `to_cpu` has no effect:
+        the copies are on the CPU. UsageError where another library calls it for what is not collective.
         """
         if from_global is None:
-            ensure_whole()
+            if advice_for_caller(_ADVICE, ""):
+                ensure_whole()
+            from_global = whole.in_parts
         if not from_global:
             return whole.own_state_dict()
         if not 0 <= root < world.size:
@@ -72,8 +75,14 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
         state = gather_optimizer(whole, everywhere=root != 0)
         return state if world.rank == root else optimizer_elsewhere()
 
-    def load_state_dict(state_dict: Mapping[str, Any], from_global: bool = False) -> None:
-        """The class's own, or with `from_global` from such a state, given on every rank. Collective."""
+    def load_state_dict(state_dict: Mapping[str, Any], from_global: bool | None = None) -> None:
+        """The class's own, or with `from_global` from such a state, given on every rank. Collective.
+
+        Unless `from_global` is given, it is True where ranks have different parts of the state, but for a state that is
+        one of this rank's part alone.
+        """
+        if from_global is None:
+            from_global = whole.in_parts and not whole.is_own(state_dict)
         if from_global:
             load_optimizer(whole, state_dict)
         else:

@@ -66,6 +66,11 @@ class WholeOptimizer:
         found = optimizer.__dict__.get(_HOME)
         return found if isinstance(found, WholeOptimizer) else WholeOptimizer(optimizer, world)
 
+    @staticmethod
+    def is_attached(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer was given to a RaNNCModule."""
+        return _HOME in optimizer.__dict__
+
     @property
     def attached(self) -> bool:
         """Whether the optimizer was given to a RaNNCModule."""
@@ -253,6 +258,20 @@ class WholeOptimizer:
     def elsewhere(self) -> int:
         """Number of the optimizer's parameters that this rank does not have."""
         return sum(not self.holds(parameter) for group in self.groups for parameter in group)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether some rank lacks a parameter that it has, or a part of its state; the same on all ranks."""
+        everyone = set(range(self.world.size))
+        apart = any(set(held.slots[name]) != everyone for held, name in self._places.values())
+        return apart or bool(self.divided())
+
+    def is_own(self, state: Any) -> bool:
+        """Whether a state has this rank's parameters alone, and not all."""
+        groups = state.get("param_groups") if isinstance(state, Mapping) else None
+        if not isinstance(groups, list) or not self.elsewhere():
+            return False
+        return [len(each.get("params", ())) for each in groups] == list(map(len, self._held()))
 
     def writer(self, parameter: torch.Tensor) -> int:
         """The rank that saves a parameter's state."""

@@ -72,7 +72,6 @@ uses: dict[str, Callable[[], Any]] = {
     "average": lambda: [p.detach().mul(0.9) for p in net.parameters()],
     "norm": lambda: sum(p.norm() for p in net.parameters()),
     "histogram": lambda: [p.detach().cpu().numpy() for p in net.parameters()],
-    "state of the optimizer": optimizer.state_dict,
     "torch.save of the optimizer": lambda: torch.save(optimizer, io.BytesIO()),
     "pickle of the optimizer": lambda: pickle.dumps(optimizer),
     "deepcopy of the optimizer": lambda: copy.deepcopy(optimizer),
