@@ -329,7 +329,7 @@ def test_lines_show_value_and_origin(conf: Path) -> None:
         ("checkpointing = 1", "{conf}:1: checkpointing = 1, but checkpointing must be true or false"),
         ("deployment_file = 3", "{conf}:1: deployment_file = 3, but deployment_file must be a string"),
         ("cache = 'of'", '{conf}:1: cache = "of", but cache must be one of "on", "off", "readonly", "refresh"'),
-        ("[plan]\npartition_num = 2", "{conf}:1: no item is named plan; the nearest is "),
+        ("[plan]\npartition_num = 2", "{conf}:1: a table [plan]; items stand at the top of the file, in no table"),
         ("a = 1\nmem_margn = 0.1", "{conf}:1: no item is named a; the nearest is "),
         ("mem_margin = 0.2\nmem_margn = 0.1", "{conf}:2: no item is named mem_margn; the nearest is mem_margin"),
         ("partition_num = 1\npartition_num = ", "{conf}:2: not TOML: "),

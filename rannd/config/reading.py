@@ -80,6 +80,8 @@ def load(environ: Mapping[str, str] | None = None, file: Path | None = None) -> 
         for name, value in toml.data.items():
             where = toml.where(name)
             if name not in ITEMS:
+                if isinstance(value, dict):
+                    raise ConfigError(f"{where}: a table [{name}]; items stand at the top of the file, in no table")
                 raise ConfigError(f"{where}: no item is named {name}; the nearest is {nearest(name, ITEMS)}")
             values[name] = value
             origins[name] = where

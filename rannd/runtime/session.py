@@ -35,6 +35,7 @@ from rannd.runtime.deployment.deployer import Deployed, Deployer
 from rannd.runtime.deployment.graph_table import UNKNOWN, Graphs
 from rannd.runtime.deployment.step_measuring import MeasuringSettings, Planned, StepMeasuring, is_planned
 from rannd.runtime.deployment.undeploy import gather_gradient, gathered_states, undeploy
+from rannd.runtime.equal_batches import tell_equal_batches
 from rannd.runtime.execution.autograd_bridge import attach
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.outputs import NotSent
@@ -345,6 +346,8 @@ class Session:
                 if follower is not None:
                     follower.deployed()
             self._tell_ready(mode, time.monotonic() - begun)
+            if mode.training and self._context.optimizer is not None and not self._context.options.shared:
+                tell_equal_batches(self.world, call.tensors, rows)
         return number
 
     def _measure(self, deployed: Deployed) -> StepMeasuring:

@@ -366,7 +366,10 @@ def _demanded(options: PlanOptions, *, world: int, blocks: int, marked: bool, wh
             )
         stages = world // replicas
     if stages > world:
-        raise PlanError(f"{stages} stages for {world} devices; use partition_num={world} at most, or more ranks")
+        devices = "1 device" if world == 1 else f"{world} devices"
+        raise PlanError(
+            f"{stages} stages for {devices}; use partition_num={world} at most, or more ranks (rannc-run -np {stages})"
+        )
     if stages > blocks and marked:
         raise PlanError(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={options.replica_num}), but the "

@@ -47,11 +47,14 @@ def main() -> None:
 
 
 @main.command()
+@click.option("--kind", help="Only entries of this kind, such as deployment or profile.")
 @json_option
-def ls(as_json: bool) -> None:
+def ls(kind: str | None, as_json: bool) -> None:
     """List the entries, latest used first."""
+    checked_kind(kind)
     session = greeted()
-    entries = sorted(session.entries(), key=lambda entry: -entry.used)
+    found = (entry for entry in session.entries() if kind in (None, entry.kind))
+    entries = sorted(found, key=lambda entry: -entry.used)
     if as_json:
         print_json(entries)
         return
@@ -64,7 +67,7 @@ def ls(as_json: bool) -> None:
             click.echo("\t".join(row))
         return
     if not entries:
-        console.print("the cache is empty")
+        console.print("the cache is empty" if kind is None else f"the cache has no {kind}")
         return
     table = rich.table.Table(*heads, box=rich.box.SIMPLE_HEAD)
     table.columns[4].justify = "right"

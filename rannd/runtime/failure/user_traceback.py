@@ -1,6 +1,7 @@
 """Shorten tracebacks of uncaught RanndErrors to the user's own frames, without those of rannd and torch.
 
-The message of such an error says what was wrong and what to do; frames inside rannd and torch do not help the user.
+The message of such an error says what was wrong and what to do; frames inside rannd and torch do not help the user. Nor
+do they after Ctrl-C, which each rank tells.
 With log_level=debug tracebacks are complete.
 """
 
@@ -28,7 +29,8 @@ def shorten_tracebacks() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(exc, RanndError) and not logging.getLogger("rannd").isEnabledFor(logging.DEBUG):
+        shortened = isinstance(exc, RanndError | KeyboardInterrupt)
+        if shortened and not logging.getLogger("rannd").isEnabledFor(logging.DEBUG):
             trace = users_frames(trace)
             exc.__traceback__ = trace
             _shorten_causes(exc)

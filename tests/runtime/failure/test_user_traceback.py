@@ -57,7 +57,7 @@ def of_rannd(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "message", "line"),
     [
-        ({"RANNC_PARTITION_NUM": "3"}, "rannd.errors.PlanError: 3 stages for 1 devices;", "return model(x)"),
+        ({"RANNC_PARTITION_NUM": "3"}, "rannd.errors.PlanError: 3 stages for 1 device;", "return model(x)"),
         ({"RANNC_MEM_MARGIN": "7"}, "rannd.errors.ConfigError: ", "model = pyrannc.RaNNCModule("),
         ({"wrapped": ", outputs='none'"}, "rannd.errors.UsageError: outputs='none'", "model = pyrannc.RaNNCModule("),
     ],
