@@ -73,7 +73,7 @@ class RaNNCModule(nn.Module):
     Args:
         model: The model. Its parameters may be on any device; in the first call each rank frees those of other stages.
             Parameters on the meta device (or created under `DistributeModelParams`) get memory and values in the first
-            call, only on the ranks that use them ("Models larger than a rank's memory").
+            call, only on the ranks that use them (docs/parameters.md).
         optimizer: The model's optimizer; from the first call on it has this rank's own parameters only.
         checkpoint: Source of the initial values: a .safetensors file, a folder of such files with Hugging Face's
             index, or a folder of torch.distributed.checkpoint. In the first call each rank reads its own parameters.
@@ -227,7 +227,8 @@ class RaNNCModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within this context, backward does not reduce gradients; the first backward after it reduces the sum.
 
-        Use it on all ranks. As in DistributedDataParallel; the same as `pyrannc.delay_grad_allreduce`, which all wrapped models share.
+        Use it on all ranks. As in DistributedDataParallel; the same as `pyrannc.delay_grad_allreduce`, which all wrapped
+        models share.
         """
         before, process_flags.delayed = process_flags.delayed, True
         try:
@@ -271,7 +272,7 @@ class RaNNCModule(nn.Module):
     def enable_dropout(self, enable: bool | None) -> None:
         """Switch dropout on or off, in training and in evaluation mode; None: let the mode decide again.
 
-        Each setting has its own graph, traced when the model is next called. "What is computed" says what counts as
+        Each setting has its own graph, traced when the model is next called. docs/semantics.md says what counts as
         dropout. Call it on all ranks.
         """
         self._session.alive()

@@ -55,7 +55,7 @@ class ElasticSampler(Sampler[list[int]]):
         seed: Of that order.
         drop_last: Leave out the last batch of an epoch if it has fewer rows.
         balance: If hosts are found to be slow, give their ranks fewer rows in later starts of an elastic job, and the
-            others more ("Elastic jobs"). The script must not expect shares of equal size, nor the model depend on
+            others more (docs/elastic.md). The script must not expect shares of equal size, nor the model depend on
             which rows are together.
         rank, ranks: This rank, and how many there are; None: those of the job.
 
