@@ -509,8 +509,8 @@ class Config:
     )
     replan: str = item(
         "next",
-        "When to switch to a plan that is faster according to measured steps: in the next run, or now, between two steps, "
-        "at most once per training.",
+        "When to switch to a plan that is faster according to measured steps: in the next run, or now, between two "
+        "steps, at most once per training.",
         group=_DEBUG,
         plan_affecting=False,
         choices=("next", "now"),

@@ -227,8 +227,8 @@ class RaNNCModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within this context, backward does not reduce gradients; the first backward after it reduces the sum.
 
-        Use it on all ranks. As in DistributedDataParallel; the same as `pyrannc.delay_grad_allreduce`, which all wrapped
-        models share.
+        Use it on all ranks. As in DistributedDataParallel; the same as `pyrannc.delay_grad_allreduce`, which all
+        wrapped models share.
         """
         before, process_flags.delayed = process_flags.delayed, True
         try:
@@ -441,8 +441,8 @@ class RaNNCModule(nn.Module):
             sync_all_ranks: The opposite of `rank0_only`, under the name of earlier versions of RaNNC.
             sharded: Return only the tensors that this rank holds, under all their names, without copying; not
                 collective. For ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.
-            no_hook: No effect; in RaNNC it left out the hooks of the wrapped model's state_dict. The state is gathered in
-                any case.
+            no_hook: No effect; in RaNNC it left out the hooks of the wrapped model's state_dict. The state is gathered
+                in any case.
             amp_master_params: No effect: under torch.amp the parameters are the master copies, and master weights are
                 in the optimizer's state.
 
