@@ -75,7 +75,12 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Link the pages that docstrings name, as in docs/parameters.md."""
+    """Link the pages that docstrings name, as in docs/parameters.md, by their titles."""
     if page.file.src_uri != "api.md":
         return html
-    return NAMED_PAGE.sub(lambda match: f'<a href="../{match[1]}/">{match[0]}</a>', html)
+
+    def link(match: re.Match[str]) -> str:
+        title = (ROOT / match[0]).read_text().partition("\n")[0].removeprefix("# ")
+        return f'<a href="../{match[1]}/">{title}</a>'
+
+    return NAMED_PAGE.sub(link, html)

@@ -22,9 +22,9 @@ Written by `make bench` from the files in `bench/results/`: no number here is ty
 shows what each one runs. All of them take some hours.
 
 A ratio has both sides from the same run. Numbers in parentheses are the 5th and the 95th percentile; of fewer than 20
-repeats these are the smallest and the largest. *Simulated* numbers are of machines that nobody here has; bold ones
-miss their limit. What *needs-gpu* is measured by `make gpu` on a machine with a GPU, versions of torch and Python are
-tried by `make test-torch` ([Tests](testing.md)). Nothing was measured on a GPU yet.
+repeats these are the smallest and the largest. *Simulated*: computed for machines that were not available. Bold: the
+limit is missed. *needs-gpu*: measured by `make gpu` on a machine with a GPU. `make test-torch` tries other versions of
+torch and Python ([Tests](testing.md)). Nothing was measured on a GPU yet.
 """
 
 
@@ -108,8 +108,17 @@ def _goals(told: Iterable[Mapping[str, Any]]) -> str:
     for each in told:
         goal = GOALS[each["goal"]]
         numbers = "; ".join(_number(goal.shown(number["value"]), number) for number in each["measured"])
-        lines.append(_line([each["area"], each["what"], each["limit"], numbers, each["verdict"], each["peer"]]))
+        lines.append(_line([each["area"], each["what"], each["limit"], numbers, _verdict(each), each["peer"]]))
     return "\n".join([*lines, ""])
+
+
+def _verdict(each: Mapping[str, Any]) -> str:
+    """The verdict as the page shows it: of a simulated goal also whether its limit is kept."""
+    if each["verdict"] != "simulated":
+        return str(each["verdict"])
+    if not each["measured"]:
+        return "simulated, not-run"
+    return f"simulated, {'met' if all(number['reached'] for number in each['measured']) else 'missed'}"
 
 
 def _number(text: str, number: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ try:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 except ImportError:
-    raise SystemExit("this example needs scikit-learn: pip install 'rannd[examples]'") from None
+    raise SystemExit("this example needs scikit-learn: pip install '.[examples]'") from None
 
 BATCH = 64
 """Images per step, over all ranks."""

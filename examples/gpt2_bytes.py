@@ -16,7 +16,7 @@ import pyrannc
 try:
     from transformers import GPT2Config, GPT2LMHeadModel
 except ImportError:
-    raise SystemExit("this example needs transformers: pip install 'rannd[examples]'") from None
+    raise SystemExit("this example needs transformers: pip install '.[examples]'") from None
 
 HELD_OUT = 0.05
 """Fraction of the text, at its end, that is held out for evaluation."""

@@ -52,6 +52,8 @@ def test_rows_goals_and_verdicts_reach_the_page(bench: dict[str, ModuleType], tm
         table.row(f"side {part}", results.Spread.of([1.0, 2.0, 4.0]), None)
     results.note("On | a machine.")
     assert results.found("planner-8", 9.96)
+    assert results.found("value-even", 1.5)
+    assert not results.found("value-rannc", 1.0)
     assert not results.found("zero-1", 0.9, "once")
     assert results.found("zero-1", 0.98, "twice")
     assert not results.found("planner-64", float("nan"))
@@ -69,10 +71,13 @@ def test_rows_goals_and_verdicts_reach_the_page(bench: dict[str, ModuleType], tm
     assert verdicts["zero-1"] == verdicts["planner-64"] == "missed"
     assert verdicts["zero-2"] == "not-run"
     assert verdicts["gpu-eager"] == "needs-gpu"
-    assert verdicts["value-rannc"] == "simulated"
+    assert verdicts["value-rannc"] == verdicts["value-even"] == verdicts["value-worst"] == "simulated"
     page = bench["_page"].page({"one": run}, {"one": ("First", "page.py"), "two": ("Second", "page.py")})
     assert "| side 0 | 2.0 (1.0 to 4.0) ms |  |\n| side 1 | 2.0 (1.0 to 4.0) ms |  |" in page
     assert "| at least 0.970 | **0.900** (once); 0.980 (twice) | missed |" in page
+    assert "| at least 1.250 | 1.500 | simulated, met |" in page
+    assert "| at least 1.100 | **1.000** | simulated, missed |" in page
+    assert "| at least 0.999 |  | simulated, not-run |" in page
     assert "- On | a machine." in page
     assert "Not in the files of results yet: `make bench RUNS=two`." in page
     with pytest.raises(ValueError, match="2 cells for 3 columns"):

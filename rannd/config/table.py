@@ -142,7 +142,7 @@ class Config:
     )
     reshard_after_forward: bool = item(
         False,
-        "ZeRO 3: whole parameters of a block are let go of after each forward and each backward of it. false: only in "
+        "ZeRO 3: free a block's gathered parameters after each of its forwards and backwards. false: only in "
         "stages that would not fit memory with them until the last microbatch, or that recompute to fit, and with "
         "offload_params or several stages per device.",
         group=_PLAN,
@@ -173,7 +173,7 @@ class Config:
     )
     offload_activations: str = item(
         "auto",
-        "What recomputed blocks start from is, between forward and backward, in pinned host memory (GPUs) or in files "
+        "Keep the inputs of recomputed blocks, between forward and backward, in pinned host memory (GPUs) or in files "
         "below offload_dir (CPUs). true: all blocks recompute; auto: only if no plan with them in memory fits, but "
         "before offload_params, and where activations do not fit.",
         group=_PLAN,
@@ -198,7 +198,7 @@ class Config:
     # --- MEMORY
     mem_limit_gb: float = item(
         0.0,
-        "Memory per device to plan for, in GiB, fractions allowed; 0: all that tensors can have of it.",
+        "Memory per device to plan for, in GiB, fractions allowed; 0: all memory that is available to tensors.",
         group=_MEMORY,
         plan_affecting=True,
         least=0,
@@ -221,7 +221,7 @@ class Config:
     offload_dir: str = item(
         "",
         "Folder on a disk for what CPUs offload (offload_optimizer, offload_params, offload_activations); empty: in "
-        "that of the cache. Its files have no names, and go with the process.",
+        "that of the cache. The files are unnamed and disappear when the process ends.",
         group=_MEMORY,
         plan_affecting=False,
     )
@@ -409,8 +409,8 @@ class Config:
     )
     straggler_factor: float = item(
         1.5,
-        "A host of an elastic job is slow that computes so many times as long as the others, each relative to the "
-        "plan: 1 or more, rank 0's value counts; 0: none is reported.",
+        "A host counts as slow if its computations take this many times as long as those of the other hosts, each "
+        "relative to the plan: 1 or more (rank 0's value is used); 0: no host is reported.",
         group=_ELASTIC,
         plan_affecting=False,
         least=0,
@@ -509,8 +509,8 @@ class Config:
     )
     replan: str = item(
         "next",
-        "When a plan that measured steps make faster takes the place of the one that runs: in the next run, or now, "
-        "between two steps, once in a training.",
+        "When to switch to a plan that is faster according to measured steps: in the next run, or now, between two "
+        "steps, at most once per training.",
         group=_DEBUG,
         plan_affecting=False,
         choices=("next", "now"),

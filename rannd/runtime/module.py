@@ -228,9 +228,10 @@ class RaNNCModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward does not reduce gradients; the first backward behind it reduces all. On all ranks.
+        """Within this context, backward does not reduce gradients; the first backward after it reduces the sum.
 
-        As in DistributedDataParallel; the same as `pyrannc.delay_grad_allreduce`, which all wrapped models share.
+        Use it on all ranks. As in DistributedDataParallel; the same as `pyrannc.delay_grad_allreduce`, which all
+        wrapped models share.
         """
         before, process_flags.delayed = process_flags.delayed, True
         try:
@@ -443,7 +444,8 @@ class RaNNCModule(nn.Module):
             sync_all_ranks: The opposite of `rank0_only`, under the name of earlier versions of RaNNC.
             sharded: Return only the tensors that this rank holds, under all their names, without copying; not
                 collective. For ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.
-            no_hook: RaNNC's name for `sharded`.
+            no_hook: No effect; in RaNNC it left out the hooks of the wrapped model's state_dict. The state is gathered
+                in any case.
             amp_master_params: No effect: under torch.amp the parameters are the master copies, and master weights are
                 in the optimizer's state.
 
@@ -455,7 +457,7 @@ class RaNNCModule(nn.Module):
         held = self._session.parameters
         everywhere = not rank0_only if sync_all_ranks is None else sync_all_ranks
         options = {"prefix": prefix} if destination is None else {"prefix": prefix, "destination": destination}
-        if sharded or no_hook:
+        if sharded:
             return own_state(held, self._inner, **options)
         if held is None:
             return self._inner.state_dict(keep_vars=keep_vars, **options)

@@ -21,6 +21,7 @@ import pyrannc
 
 Net = lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
 loss_function = torch.nn.functional.mse_loss
+dataset = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 4))
 loader = [(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(2)]
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters())
@@ -28,7 +29,9 @@ optimizer = torch.optim.AdamW(model.parameters())
 WRAPPED = MODEL + "model = pyrannc.RaNNCModule(model, optimizer)\n"
 GIVEN = {
     "README.md": MODEL,
-    "faq.md": WRAPPED + "(first, first_target), (second, second_target) = loader\n",
+    "faq.md": WRAPPED
+    + "(first, first_target), (second, second_target) = loader\n"
+    + "scheduler, step = torch.optim.lr_scheduler.StepLR(optimizer, 1), 0\n",
     "integrations.md": MODEL,
     "profiling.md": MODEL + "x = loader[0][0]\n",
     "tracing.md": """\

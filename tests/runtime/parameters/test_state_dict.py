@@ -197,9 +197,12 @@ def test_arguments_that_mean_something_else_once_deployed() -> None:
         model.state_dict(keep_vars=True)
     with pytest.raises(UsageError, match="assign=True"):
         model.load_state_dict(state, assign=True)
-    for own in (model.state_dict(sharded=True), model.state_dict(no_hook=True)):
-        assert set(own) == {name for name in state if not name.endswith("_extra_state")}
-        assert own["norm.weight"].data_ptr() == model._inner.norm.weight.data_ptr()
+    own = model.state_dict(sharded=True)
+    assert set(own) == {name for name in state if not name.endswith("_extra_state")}
+    assert own["norm.weight"].data_ptr() == model._inner.norm.weight.data_ptr()
+    gathered = model.state_dict(no_hook=True)  # RaNNC's argument, without effect
+    assert list(gathered) == list(state)
+    assert gathered["norm.weight"].data_ptr() != model._inner.norm.weight.data_ptr()
     assert list(model.state_dict(amp_master_params=False)) == list(state)
 
 
