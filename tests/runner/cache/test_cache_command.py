@@ -91,6 +91,15 @@ def test_ls_shows_the_latest_used_first(filled) -> None:
     assert cache("ls").stdout.splitlines()[1].split("\t")[1] == PROFILES[42].digest
 
 
+def test_ls_of_a_kind(filled) -> None:
+    lines = cache("ls", "--kind", "deployment").stdout.splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["KIND", "deployment"]
+    assert len(json.loads(cache("ls", "--kind", "profile", "--json").stdout)) == len(PROFILES)
+    told = cache("ls", "--kind", "plan")
+    assert told.returncode == 2
+    assert "there is no such kind of entry; kinds are" in told.stderr
+
+
 def test_show(filled) -> None:
     told = cache("show", DEPLOYMENT.short)
     assert told.returncode == 0
