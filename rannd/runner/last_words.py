@@ -7,7 +7,9 @@ import re
 
 _RANK = re.compile(r"^\[rank\d+\]: ")
 """torch's mark on each line of a traceback, if a process group exists."""
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in ')
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(, in |$)')
+_SYNTAX = re.compile(r"(Syntax|Indentation|Tab)Error\b")
+"""Errors of the script itself, which come without a traceback."""
 _LIBRARY = re.compile(r"^<|/(site-packages|dist-packages|lib/python3\.\d+)/")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 NOTE = "rannd: "
@@ -23,7 +25,7 @@ def last_words(tail: str) -> str:
     lines = [_RANK.sub("", line) for line in tail.splitlines()]
     start = max((number for number, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=-1)
     frames = [(number, found) for number, line in enumerate(lines) if number > start and (found := _FRAME.match(line))]
-    if start >= 0 and frames:
+    if frames and (start >= 0 or any(map(_SYNTAX.match, lines))):
         behind = lines[frames[-1][0] + 1 :]
         error = next((line.strip() for line in behind if line.strip() and not line.startswith(" ")), "")
         if error and not error.startswith(NOTE):

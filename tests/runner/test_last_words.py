@@ -45,7 +45,13 @@ SYNTAX = '  File "/home/me/train.py", line 3\n    x = = 3\n        ^\nSyntaxErro
         (SCRIPT + "warning: something at exit\n", KEY),
         ("Traceback (most recent call last):\nValueError: x\n", "ValueError: x"),
         (SCRIPT.splitlines()[-1], "KeyError: 'my data has no such key'"),
-        (SYNTAX, "SyntaxError: invalid syntax"),
+        (SYNTAX, "SyntaxError: invalid syntax (train.py:3)"),
+        (
+            "Traceback (most recent call last):\n"
+            + SCRIPT.split("\n", 1)[1].split('  File "/home/me/loss')[0]
+            + SYNTAX,
+            "SyntaxError: invalid syntax (train.py:3)",
+        ),
         ("rannd: only a note\n", "-"),
     ],
 )

@@ -365,7 +365,7 @@ class _FrontEnd:
         if attempt is None:
             return self._done(whole)
         self._note(
-            f"the whole model runs as one operator, and cannot be cut: {self._why(attempt)}. Move that code into a "
+            f"the whole model runs as one operator, and cannot be cut: {self._why(attempt).rstrip('.')}. Move that code into a "
             "separate submodule, so that the rest can be partitioned"
         )
         return self._done(whole)
