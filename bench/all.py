@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -135,14 +136,18 @@ def measured(run: Run, given: Sequence[str]) -> dict[str, Any]:
             log.open("wb") as file,
             subprocess.Popen(
                 command, env={**os.environ, KEPT: str(kept)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT, process_group=0,
             ) as process,
         ):  # fmt: skip
             assert process.stdout is not None
-            for line in process.stdout:
-                file.write(line)
-                sys.stdout.buffer.write(line)
-                sys.stdout.flush()
+            try:
+                for line in process.stdout:
+                    file.write(line)
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.flush()
+            except BaseException:  # whoever was interrupted alone ends what it has started
+                os.killpg(process.pid, signal.SIGINT)
+                raise
         failed = ""
         if process.returncode:
             failed = f"exit code {process.returncode}: {log.read_text(errors='replace')[-SAID:]}"
