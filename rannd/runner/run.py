@@ -73,9 +73,7 @@ def _default(name: str) -> str:
     "--hosts", metavar="A:4,B:4", help="Hosts and their numbers of ranks. Default: --hostfile, or the batch system's."
 )
 @click.option("--hostfile", metavar="FILE", help="File with hosts, one per line: name slots=N.")
-@click.option(
-    "--config", type=_PATH, metavar="FILE", help="Configuration in place of ~/.pyrannc/rannc_conf.toml."
-)
+@click.option("--config", type=_PATH, metavar="FILE", help="Configuration in place of ~/.pyrannc/rannc_conf.toml.")
 @click.option("--dry-run", is_flag=True, help="Print each rank's host, device, environment, command; start nothing.")
 @click.option("--show-config", is_flag=True, help="Print every configuration item, its value and its source.")
 @click.option("--check", is_flag=True, help="Check all that a job needs, try it with two ranks, say what to fix.")

@@ -14,7 +14,7 @@ import torch
 
 from rannd import log
 from rannd.errors import StepError, TraceError
-from rannd.graph.call.call_diff import difference, of_call
+from rannd.graph.call.call_diff import SAME_CALL, difference, of_call
 from rannd.graph.call.call_errors import check_ready
 from rannd.graph.call.signature import Call, Mode, Signature, classify
 from rannd.graph.model import ModelGraph
@@ -52,7 +52,7 @@ class CallTracing:
         what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
         if what:
             raise StepError(
-                f"ranks call the model in different ways: {what}; all ranks have to make the same call"
+                f"ranks call the model in different ways: {what}; {SAME_CALL}"
                 + (_OF_STRINGS if " passes str '" in what else "")
             )
         shapes = [

@@ -15,14 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 import torch
 
 from rannd import log
 from rannd.device.host_copies import to_device
 from rannd.device.reads import moved
 from rannd.errors import StepError, UsageError
+from rannd.graph.call.call_diff import SAME_SIZES, difference, of_signature
 from rannd.graph.call.plain_arguments import ArgumentsChanged
-from rannd.graph.call.signature import Call, Mode, flatten_call
+from rannd.graph.call.signature import Call, Mode, Signature, flatten_call, sized
 from rannd.graph.call.unread import note_read
 from rannd.plan.deployment import Deployment, decode
 from rannd.profile.graph_profile import GraphProfile
@@ -39,7 +41,7 @@ from rannd.runtime.equal_batches import tell_equal_batches
 from rannd.runtime.execution.autograd_bridge import attach
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.outputs import NotSent
-from rannd.runtime.execution.shared_batch import Share, from_rank_0, rows_by_slot
+from rannd.runtime.execution.shared_batch import Share, from_rank, from_rank_0, rows_by_slot
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.scaling import Factor
 from rannd.runtime.loss_check import check_losses
@@ -69,6 +71,18 @@ class Follower(Protocol):
 
     def undeploying(self, parameters: Parameters) -> None:
         """Called before the model is undeployed. Collective."""
+
+
+@dataclass(frozen=True)
+class AgreedCall:
+    """What all ranks run for a call."""
+
+    number: int
+    """Of this rank's graph."""
+    rows: Sequence[int]
+    """Of each rank."""
+    alike: bool
+    """Whether all ranks run the same graph, and not one for the sizes of each."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +168,15 @@ class Session:
             meet(self.world, Phase.FORWARD)
             call = from_rank_0(self.world, call)
         mode = Mode.current(training, self.dropout)
-        number, rows = self._graph_of_all(call, mode, waits=waits)
-        executor, by_slot = self._graphs.use(number), self._rows_by_slot(number, rows)
+        agreed = self._graph_of_all(call, mode, waits=waits)
+        executor, by_slot = self._graphs.use(agreed.number), self._rows_by_slot(agreed.number, agreed.rows)
         deployed = self._deployed
         assert deployed is not None
-        if self._replanning.take(as_planned=is_planned(executor.bound, sum(by_slot), deployed.deployment)):
+        as_planned = agreed.alike and is_planned(executor.bound, sum(by_slot), deployed.deployment)
+        if self._replanning.take(as_planned=as_planned):
             self._take_better_plan(deployed)
-            number, rows = self._graph_of_all(call, mode, waits=waits)
-            executor, deployed = self._graphs.use(number), self._deployed
+            agreed = self._graph_of_all(call, mode, waits=waits)
+            executor, deployed = self._graphs.use(agreed.number), self._deployed
             assert deployed is not None
         if not any(by_slot):
             raise StepError("the mini-batches of all ranks are empty; skip the step")
@@ -169,7 +184,8 @@ class Session:
         share = Share(self.world, executor.bound.graph, by_slot) if shared else None
         step = self._step(executor, call, by_slot, share)
         assert self._measuring is not None
-        self._measuring.begin(executor.bound, sum(by_slot), inside=step.interleaved, waits=waits)
+        if agreed.alike:
+            self._measuring.begin(executor.bound, sum(by_slot), inside=step.interleaved, waits=waits)
         self._steps += 1
         if mode.grad:
             self._open.append(weakref.ref(step))
@@ -177,6 +193,9 @@ class Session:
         # Gradients that are already delayed are reduced together with those of this call, in its backward.
         reduce = not waits and not deployed.reducer.something_waits
         step.audit = self.audits.begin(executor.bound, deployed.parameters, step.number, self._seed, reduce=reduce)
+        if step.audit is not None and not agreed.alike:
+            step.audit.refuse("ranks pass different sizes")
+            step.audit = None
         return ReadyCall(call, deployed, executor, step, share, reduce)
 
     def _run_call(self, ready: ReadyCall) -> list[Any]:
@@ -228,25 +247,36 @@ class Session:
 
     # -- the parts of a call ----------------------------------------------------------------------------------
 
-    def _graph_of_all(self, call: Call, mode: Mode, *, waits: bool) -> tuple[int, list[int]]:
-        """Number of the graph that all ranks run, and the rows of each rank; traces the call if a rank has no graph."""
+    def _graph_of_all(self, call: Call, mode: Mode, *, waits: bool) -> AgreedCall:
+        """Agree on the graphs that ranks run; traces the call if a rank has no graph."""
         agreed = self._known_to_all(call, mode, waits=waits)
         if agreed is None and self._deployed is not None:
             self._deployed.frozen.agree()  # requires_grad may have changed only on the ranks that hold the parameters
             agreed = self._known_to_all(call, mode, waits=waits)
         if agreed is None:
             number = self._make_graph(call, mode)
-            agreed = number, [rows for _, rows in self._agree(number, call, mode, waits=waits)]
+            told = self._agree(number, call, mode, waits=waits)
+            agreed = AgreedCall(number, [rows for _, rows in told], len({each for each, _ in told}) == 1)
         return agreed
 
-    def _known_to_all(self, call: Call, mode: Mode, *, waits: bool) -> tuple[int, list[int]] | None:
+    def _known_to_all(self, call: Call, mode: Mode, *, waits: bool) -> AgreedCall | None:
         """As `_graph_of_all`, but None if some rank has no graph for the call."""
         stale = self._deployed is not None and self._deployed.frozen.changed()
         told = self._agree(UNKNOWN if stale else self._graphs.find(call, mode), call, mode, waits=waits)
         if any(number == UNKNOWN for number, _ in told):
             return None
-        number = self._graphs.common(told)
-        return None if number is None else (number, [rows for _, rows in told])
+        number = self._graphs.common(told, sizes=self._runs_apart)
+        if number is None:
+            return None
+        alike = len({each for each, rows in told if rows}) <= 1
+        return AgreedCall(number, [rows for _, rows in told], alike)
+
+    @property
+    def _runs_apart(self) -> bool:
+        """Whether each rank runs the whole model, and meets the others for what does not depend on sizes alone."""
+        deployment = self.deployment
+        whole = deployment is not None and len(deployment.stages) == 1 and deployment.zero < 2
+        return whole and not self._context.options.shared
 
     def _agree(self, number: int, call: Call, mode: Mode, *, waits: bool) -> list[tuple[int, int]]:
         """All-gather (graph, rows) of every rank; StepError if gradients are delayed on some ranks only."""
@@ -299,19 +329,43 @@ class Session:
         watch = self.world.watch
         with self._context.cache.connected():
             watch.where.preparing = True
-            number = self._bind_graph(call, mode)
+            number = self._bind_graphs(call, mode)
             watch.where.preparing, watch.promise = False, self.promise
         if self.world.rank == 0:
             self._retraces.warn_of_many(self._tracing.traced, call)
         return number
 
-    def _bind_graph(self, call: Call, mode: Mode) -> int:
-        """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""
-        begun = time.monotonic()
-        state, deployed = self._graphs.state(), self._deployed
+    def _bind_graphs(self, call: Call, mode: Mode) -> int:
+        """Bind a graph for each of the sizes that ranks pass, the largest first; returns the number of this rank's."""
         varying = self._graphs.varying(call, mode)
         self._arguments.may_be_inputs(varying)
         signature = self._tracing.signature(call, mode)
+        keys = self.world.gather_bytes(signature.key().encode())
+        if len(set(keys)) == 1 or self._context.options.shared:
+            first = self._deployed is None
+            number = self._bind_graph(call, signature, varying)
+            if first and mode.training and self._context.optimizer is not None and not self._context.options.shared:
+                tell_equal_batches(self.world, call.tensors, self._graphs.rows(number, call))
+            return number
+        amounts = self.world.gather_numbers([sum(tensor.numel() for tensor in call.tensors)])
+        sources = {key: rank for rank, key in reversed(list(enumerate(keys)))}
+        for rank in sorted(sources.values(), key=lambda rank: (-amounts[rank][0], rank)):
+            theirs = from_rank(self.world, call, rank)
+            if any(number == UNKNOWN for (number,) in self.world.gather_numbers([self._graphs.find(theirs, mode)])):
+                self._bind_graph(theirs, sized(signature, theirs), varying)
+            if not self._runs_apart:
+                told = self.world.gather_bytes(msgspec.msgpack.encode(of_signature(signature)))
+                what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
+                raise StepError(f"ranks call the model in different ways: {what}; {SAME_SIZES}")
+        number = self._graphs.find(call, mode)
+        if any(each == UNKNOWN for (each,) in self.world.gather_numbers([number])):
+            raise StepError(f"ranks pass different sizes, and a graph for one of them fits no other rank; {SAME_SIZES}")
+        return number
+
+    def _bind_graph(self, call: Call, signature: Signature, varying: dict[str, tuple[Any, Any]]) -> int:
+        """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""
+        begun = time.monotonic()
+        state, deployed, mode = self._graphs.state(), self._deployed, signature.mode
         with self._arguments.noted(call):
             graph = self._tracing.graph(signature, call, self.parameters)
             planned = self._tracing.planned(graph, call) if deployed is None else None
@@ -346,8 +400,6 @@ class Session:
                 if follower is not None:
                     follower.deployed()
             self._tell_ready(mode, time.monotonic() - begun)
-            if mode.training and self._context.optimizer is not None and not self._context.options.shared:
-                tell_equal_batches(self.world, call.tensors, rows)
         return number
 
     def _measure(self, deployed: Deployed) -> StepMeasuring:

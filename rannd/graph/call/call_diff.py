@@ -13,6 +13,11 @@ import torch.utils._pytree as pytree
 from rannd.graph.call.signature import Call, Mode, Signature, argument_name
 from rannd.graph.call.unread import Unread
 
+SAME_CALL = "all ranks have to make the same call"
+SAME_SIZES = (
+    "sizes other than the number of samples have to be the same on all ranks, unless each of them runs the whole model "
+    "(partition_num=1, without ZeRO 2 and 3): pad to a common length"
+)
 LONGEST = 80
 MODE = "mode"
 STRUCTURE = "structure"

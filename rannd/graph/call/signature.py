@@ -304,6 +304,13 @@ def classify(
     return Signature(call.spec, tuple(specs), call.positions, tuple(constants), mode, numbers=call.numbers)
 
 
+def sized(signature: Signature, call: Call) -> Signature:
+    """The signature of a call that differs from the signature's in sizes alone."""
+    pairs = list(zip(signature.tensors, call.tensors, strict=True))
+    tensors = tuple(replace(spec, shape=tuple(tensor.shape[spec.batch :])) for spec, tensor in pairs)
+    return replace(signature, tensors=tensors)
+
+
 def _rows(shapes: Sequence[Sequence[int]]) -> int:
     """Most frequent first dimension; that of the first shape if only the state of an LSTM, (layers, batch, size) twice,
     has the most frequent one. 0 without shapes."""

@@ -364,9 +364,10 @@ class _FrontEnd:
             ) from (attempt.problem if attempt is not None else None)
         if attempt is None:
             return self._done(whole)
+        why = self._why(attempt).rstrip(".")
         self._note(
-            f"the whole model runs as one operator, and cannot be cut: {self._why(attempt).rstrip('.')}. Move that code into a "
-            "separate submodule, so that the rest can be partitioned"
+            f"the whole model runs as one operator, and cannot be cut: {why}. Move that code into a separate "
+            "submodule, so that the rest can be partitioned"
         )
         return self._done(whole)
 

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from rannd import log
 from rannd.errors import StepError
-from rannd.graph.call.call_diff import difference, leaf_names, of_signature
+from rannd.graph.call.call_diff import SAME_CALL, SAME_SIZES, difference, leaf_names, of_signature
 from rannd.graph.call.signature import Call, Mode, Signature
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph
@@ -88,8 +88,7 @@ class Graphs:
         return 0 if number == UNKNOWN else self._known[number].signature.rows(call.tensors)
 
     def use(self, number: int) -> Executor:
-        """Executor of a graph, which becomes the most recently used. Call it in the same order on all ranks."""
-        self._known.move_to_end(number)
+        """Executor of a graph."""
         return self._known[number].executor
 
     def add(self, signature: Signature, executor: Executor, state: PythonState) -> int:
@@ -110,14 +109,22 @@ class Graphs:
         self._known.clear()
         self._all.clear()
 
-    def common(self, told: Sequence[tuple[int, ...]]) -> int | None:
-        """Number of the graph that all ranks run, given (graph, rows) of each rank; ranks without rows follow the rest.
+    def common(self, told: Sequence[tuple[int, ...]], *, sizes: bool = False) -> int | None:
+        """Number of the graph that this rank runs, given (graph, rows) of each rank.
 
-        None if ranks take different branches; StepError if they make different calls.
+        Ranks without rows follow the rest. The graph is the same on all ranks; with `sizes` it may be one for the sizes
+        of each rank's call. None if ranks take different branches; StepError if they make different calls. The graphs
+        become the most recently used ones.
         """
+        for each in dict.fromkeys(each for each, _ in told):  # on all ranks in the same order
+            self._known.move_to_end(each)
         number = next((each for each, rows in told if rows), told[0][0])
         other = next((rank for rank, (each, rows) in enumerate(told) if each != number and rows), None)
         known = self._known[number]
+        signatures = [self._known[each].signature for each, _ in told] if other is not None else []
+        of_sizes = len({each.family() for each in signatures}) == 1 and len({each.key() for each in signatures}) > 1
+        if sizes and of_sizes and all(_share_a_state(self._known[each], known) for each, _ in told):
+            return told[self._world.rank][0]
         alike = all(
             self._known[each].signature == known.signature and _share_a_state(self._known[each], known)
             for each, _ in told
@@ -125,7 +132,7 @@ class Graphs:
         if not alike:
             calls = [of_signature(self._known[each].signature) for each, _ in told]
             what = difference(calls) or "the Python state of the model's modules differs"
-            raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
+            raise StepError(f"ranks call the model in different ways: {what}; {SAME_SIZES if of_sizes else SAME_CALL}")
         return number if other is None else None
 
     def twin(self, graph: ModelGraph, state: PythonState) -> int | None:

@@ -38,10 +38,17 @@ class _TensorMetadata(msgspec.Struct, frozen=True):
 
 def from_rank_0(world: World, call: Call) -> Call:
     """Replace this rank's tensors in a call by rank 0's. Collective; StepError if the numbers of tensors differ."""
+    return from_rank(world, call, 0)
+
+
+def from_rank(world: World, call: Call, source: int) -> Call:
+    """Replace this rank's tensors in a call by those of rank `source`. Collective, as `from_rank_0`."""
     if world.size == 1:
         return call
     mine = [_TensorMetadata(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in call.tensors]
-    told = msgspec.msgpack.decode(world.broadcast_bytes(msgspec.msgpack.encode(mine)), type=list[_TensorMetadata])
+    told = msgspec.msgpack.decode(
+        world.broadcast_bytes(msgspec.msgpack.encode(mine), source), type=list[_TensorMetadata]
+    )
     counts = [count for (count,) in world.gather_numbers([len(call.tensors)])]
     if len(set(counts)) > 1:
         other = next(rank for rank, count in enumerate(counts) if count != counts[0])
@@ -51,11 +58,11 @@ def from_rank_0(world: World, call: Call) -> Call:
         )
     tensors = list(call.tensors)
     for place, each in enumerate(told):
-        sent = tensors[place].detach().to(world.device).contiguous() if world.rank == 0 else None
+        sent = tensors[place].detach().to(world.device).contiguous() if world.rank == source else None
         if sent is None:
             sent = torch.empty(each.shape, dtype=getattr(torch, each.dtype), device=world.device)
-        _broadcast(world, sent, 0)
-        if world.rank != 0:
+        _broadcast(world, sent, source)
+        if world.rank != source:
             tensors[place] = sent.requires_grad_(each.requires_grad)
     return dataclasses.replace(call, tensors=tuple(tensors))
 

@@ -1,0 +1,107 @@
+"""Ranks pass sequences of different lengths, as a collate function pads them to the longest of its own mini-batch.
+
+Each rank compares its losses, gradients and parameters with one process that has the mini-batches of all ranks. With
+several stages the call is refused on all ranks. Prints ``lengths: right`` on each rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyrannc
+from rannd.errors import StepError
+
+torch.set_default_dtype(torch.float64)
+RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
+LOSS_INSIDE = sys.argv[1] == "inside"
+WIDTH, TOKENS, PAD = 8, 11, 0
+
+
+class Net(nn.Module):
+    """An encoder with a padding mask, tied weights, and a norm whose buffers are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH, padding_idx=PAD)
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.encoder(self.embed(tokens), src_key_padding_mask=tokens == PAD)
+        logits = self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits.transpose(1, 2), labels), logits
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """As many rows on all ranks, of lengths that differ in all steps but the second."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    length = 6 if step == 1 else 4 + (3 * rank + 2 * step) % 7
+    tokens = torch.randint(1, TOKENS, (3, length), generator=generator)
+    tokens[0, length - 2 :] = PAD
+    return tokens, torch.randint(TOKENS, (3, length), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    if LOSS_INSIDE:
+        loss, logits = model(tokens, labels)
+        assert logits.shape == (*tokens.shape, TOKENS)
+        return loss
+    return nn.functional.cross_entropy(model(tokens).transpose(1, 2), labels)
+
+
+torch.manual_seed(1)
+inner = Net()
+reference = copy.deepcopy(inner)
+optimizer = torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9)
+plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+model = pyrannc.RaNNCModule(inner, optimizer)
+
+for step in range(7):
+    mine = None
+    buffers = {name: value.clone() for name, value in reference.named_buffers()}
+    kept: dict[str, Tensor] = {}
+    plain.zero_grad()
+    for rank in range(WORLD):
+        for name, value in reference.named_buffers():
+            value.copy_(buffers[name])  # each rank begins with rank 0's
+        loss = loss_of(reference, *batch(rank, step))
+        (loss / WORLD).backward()
+        mine = loss if rank == RANK else mine
+        kept = kept or {name: value.clone() for name, value in reference.named_buffers()}
+    for name, value in reference.named_buffers():
+        value.copy_(kept[name])
+    plain.step()
+    optimizer.zero_grad()
+    if "RANNC_PARTITION_NUM" in os.environ or os.environ.get("RANNC_ZERO_STAGE") == "3":
+        with pytest.raises(StepError, match=r"ranks call the model in different ways: .*: pad to a common length"):
+            loss_of(model, *batch(RANK, step))
+        print("lengths: right", flush=True)
+        sys.exit()
+    found = loss_of(model, *batch(RANK, step))
+    found.backward()
+    optimizer.step()
+    if not LOSS_INSIDE:  # a loss that the model computes is the mean over all ranks
+        assert torch.allclose(found, mine, rtol=1e-9, atol=0), (step, found, mine)
+    for name, value in model.named_parameters(own=True):
+        assert torch.allclose(value, reference.get_parameter(name), rtol=1e-8, atol=1e-10), (step, name)
+
+model.eval(), reference.eval()
+with torch.no_grad():
+    tokens, _ = batch(RANK, 9)
+    assert torch.allclose(model(tokens), reference(tokens), rtol=1e-8, atol=1e-10)
+state = model.state_dict()
+if RANK == 0:
+    for name, value in reference.state_dict().items():
+        assert torch.allclose(state[name].double(), value.double(), rtol=1e-8, atol=1e-10), name
+print("lengths: right", flush=True)
