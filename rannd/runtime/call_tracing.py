@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import NoReturn
 
 import msgspec
 import torch
 
 from rannd import log
 from rannd.errors import StepError, TraceError
-from rannd.graph.call.call_diff import SAME_CALL, difference, of_call
+from rannd.graph.call.call_diff import SAME_CALL, SAME_SIZES, difference, of_call, of_signature
 from rannd.graph.call.call_errors import check_ready
 from rannd.graph.call.signature import Call, Mode, Signature, classify
 from rannd.graph.model import ModelGraph
@@ -48,8 +49,7 @@ class CallTracing:
     def signature(self, call: Call, mode: Mode) -> Signature:
         """Signature of a call; StepError on all ranks if their calls differ."""
         check_ready(self._context.model, call.names, call.tensors)
-        told = self._world.gather_bytes(msgspec.msgpack.encode(of_call(call, mode)))
-        what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
+        what = self._difference(of_call(call, mode))
         if what:
             raise StepError(
                 f"ranks call the model in different ways: {what}; {SAME_CALL}"
@@ -60,6 +60,16 @@ class CallTracing:
             for data in self._world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
         ]
         return classify(call, mode, shapes, self._whole_of(call))
+
+    def refuse_sizes(self, signature: Signature) -> NoReturn:
+        """Raise StepError, on all ranks, because the sizes of their calls differ."""
+        what = self._difference(of_signature(signature))
+        raise StepError(f"ranks call the model in different ways: {what}; {SAME_SIZES}")
+
+    def _difference(self, described: dict[str, str]) -> str:
+        """How what ranks have described differs."""
+        told = self._world.gather_bytes(msgspec.msgpack.encode(described))
+        return difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
 
     def graph(self, signature: Signature, call: Call, held: Parameters | None) -> ModelGraph:
         """Graph of a call; `held`: the model's parameters, once it is deployed."""

@@ -15,14 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 import torch
 
 from rannd import log
 from rannd.device.host_copies import to_device
 from rannd.device.reads import moved
 from rannd.errors import StepError, UsageError
-from rannd.graph.call.call_diff import SAME_SIZES, difference, of_signature
 from rannd.graph.call.plain_arguments import ArgumentsChanged
 from rannd.graph.call.signature import Call, Mode, Signature, flatten_call, sized
 from rannd.graph.call.unread import note_read
@@ -351,16 +349,19 @@ class Session:
         sources = {key: rank for rank, key in reversed(list(enumerate(keys)))}
         for rank in sorted(sources.values(), key=lambda rank: (-amounts[rank][0], rank)):
             theirs = from_rank(self.world, call, rank)
-            if any(number == UNKNOWN for (number,) in self.world.gather_numbers([self._graphs.find(theirs, mode)])):
+            if self._unknown_anywhere(self._graphs.find(theirs, mode)):
+                if not signature.rows(theirs.tensors):  # nothing can be traced or planned for
+                    self._tracing.refuse_sizes(signature)
                 self._bind_graph(theirs, sized(signature, theirs), varying)
             if not self._runs_apart:
-                told = self.world.gather_bytes(msgspec.msgpack.encode(of_signature(signature)))
-                what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
-                raise StepError(f"ranks call the model in different ways: {what}; {SAME_SIZES}")
+                self._tracing.refuse_sizes(signature)
         number = self._graphs.find(call, mode)
-        if any(each == UNKNOWN for (each,) in self.world.gather_numbers([number])):
-            raise StepError(f"ranks pass different sizes, and a graph for one of them fits no other rank; {SAME_SIZES}")
+        if self._unknown_anywhere(number):  # a graph holds for one number of samples, or takes other branches
+            self._tracing.refuse_sizes(signature)
         return number
+
+    def _unknown_anywhere(self, number: int) -> bool:
+        return any(each == UNKNOWN for (each,) in self.world.gather_numbers([number]))
 
     def _bind_graph(self, call: Call, signature: Signature, varying: dict[str, tuple[Any, Any]]) -> int:
         """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""

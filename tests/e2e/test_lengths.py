@@ -23,3 +23,11 @@ PROGRAM = str(ROOT / "tests" / "e2e" / "programs" / "lengths.py")
 def test_lengths_of_their_own(job: Job, ranks: int, loss: str, settings: dict[str, str]) -> None:
     out = job.train(ranks, PROGRAM, loss, OMP_NUM_THREADS="1", **settings)
     assert out.count("lengths: right") == ranks
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+def test_a_step_of_several_lengths_is_not_audited(job: Job) -> None:
+    out = job.run("rannc-run", "-np", "2", "--verify", "4", PROGRAM, "outside", OMP_NUM_THREADS="1")
+    assert "ranks pass different sizes" in out
+    assert out.count("lengths: right") == 2
