@@ -179,8 +179,7 @@ class RaNNCModule(nn.Module):
         self._bypass: BypassWatch | None = None
         if optimizer is not None and session.world.size > 1 and session.world.rank == 0:  # that one tells
             self._bypass = BypassWatch(optimizer, model, lambda: session.delivered)
-        if optimizer is None:
-            unknown_optimizer.install()
+        unknown_optimizer.install()
         grad_norm.install()
         autograd_inputs.install()
         absent.install()
