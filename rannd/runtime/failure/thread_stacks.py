@@ -10,10 +10,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO
 
 MOST_LINES = 100
 """faulthandler's limit of the lines of one stack; it has the same limit of threads, the newest ones."""
@@ -46,7 +44,7 @@ class ThreadStack:
 
 def read() -> dict[int, ThreadStack]:
     """Stacks of all threads that run Python, by `threading.get_ident`."""
-    with _file() as file:
+    with open(os.memfd_create("rannd-stacks"), "w+b", buffering=0) as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read().decode("ascii", "replace")
@@ -62,13 +60,6 @@ def read() -> dict[int, ThreadStack]:
         elif row == "  ...":
             cut.add(ident)
     return {ident: ThreadStack(tuple(lines), ident not in cut) for ident, lines in found.items()}
-
-
-def _file() -> IO[bytes]:
-    """An empty file; in memory where the system has such files, so that a full disk is no matter."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("rannd-stacks"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
 
 
 def _unescaped(text: str) -> str:
