@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,34 @@ def test_run_finds_what_the_page_shows(job: Job, tmp_path: Path, name: str) -> N
     assert all(table["rows"] for table in run["tables"])
     titles = [table["title"] for table in run["tables"]]
     assert all(f"{title}:" in page.read_text() for title in titles)
+
+
+@pytest.mark.ranks
+def test_a_run_ends_with_make_bench_when_that_alone_is_interrupted(job: Job, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "bench/all.py",
+        "planner",
+        "--results",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "page.md"),
+    ]
+    whole = job.start(*command)
+    assert whole.stdout is not None
+    assert any("planner" in line for line in whole.stdout)
+    (run,) = children(whole.pid)
+    whole.send_signal(signal.SIGINT)
+    whole.communicate(timeout=300)
+    assert whole.returncode
+    while Path(f"/proc/{run}").exists():  # it ends after whoever has started it
+        time.sleep(0.1)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, as soon as there are any."""
+    while True:
+        found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+        if found:
+            return list(map(int, found))
+        time.sleep(0.1)

@@ -45,7 +45,9 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frame = trace.tb_frame
         module = str(frame.f_globals.get("__name__", ""))
-        if module.split(".")[0] not in _INSIDE and not frame.f_code.co_filename.startswith(_GENERATED):
+        file = frame.f_code.co_filename
+        generated = file.startswith(_GENERATED) or (file == "<string>" and module != "__main__")
+        if module.split(".")[0] not in _INSIDE and not generated:
             kept.append(trace)
         trace = trace.tb_next
     found: TracebackType | None = None

@@ -103,10 +103,11 @@ def elsewhere(description: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_SAVE = patches.declare("torch.save", torch, "save", "it empties the file before what cannot be saved is an error")
-
-
+_SAVE = patches.declare(
+    "torch.save", torch, "save", "another rank's state has no values to write, and rank 0 may be writing the file"
+)
 _told = False
+"""Whether this process was told of it."""
 
 
 def install() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,14 +39,17 @@ def _forks(forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fork_server.VARIABLE, str(forks))
 
 
-def run(folder: Path, *, body: str = "", wrapped: str = "", width: int = 4, **variables: str) -> str:
-    """The error output of a script on one rank."""
+def run(folder: Path, *, body: str = "", wrapped: str = "", width: int = 4, code: int = 1, **variables: str) -> str:
+    """The error output of a script on one rank, which ends with `code`.
+
+    A signal ends only an interpreter of its own as it ends Python.
+    """
     script = folder / "train.py"
     script.write_text(MODEL.format(body=body, wrapped=wrapped, width=width))
     environ = {**os.environ, "RANNC_CONF_DIR": str(folder), "RANNC_CACHE": "off", **variables}
-    command = [sys.executable, fork_server.__file__, str(script)]
+    command = [sys.executable, *([fork_server.__file__] if code > 0 else []), str(script)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stderr
 
 
@@ -82,3 +86,11 @@ def test_an_error_of_the_models_own_code_is_whole(tmp_path: Path) -> None:
 def test_everything_is_shown_under_debug(tmp_path: Path) -> None:
     text = run(tmp_path, RANNC_PARTITION_NUM="3", RANNC_LOG_LEVEL="debug")
     assert any("rannd/plan" in line for line in of_rannd(text))
+
+
+def test_after_ctrl_c_it_is_the_line_of_the_script(tmp_path: Path) -> None:
+    body = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    text = run(tmp_path, body=body, code=-signal.SIGINT)
+    assert "KeyboardInterrupt" in text
+    assert "return model(x)" in text
+    assert not of_rannd(text), text
