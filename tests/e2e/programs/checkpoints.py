@@ -155,6 +155,9 @@ def check_states(run: Run) -> None:
     # a state of rank 0 alone does not load
     raises(UsageError, "another rank has", lambda: run.model.load_state_dict(model))
     raises(UsageError, "another rank has", lambda: run.optimizer.load_state_dict(optimizer, True))
+    stranger = torch.optim.SGD(run.inner.parameters(), lr=0.0)  # beside the one that the wrapper was given
+    stranger.step()
+    raises(UsageError, "SGD was not given to the RaNNCModule", stranger.state_dict)
     everywhere = run.model.state_dict(rank0_only=False)
     if RANK == 0:
         plain = Net(False)
