@@ -78,6 +78,7 @@ def test_a_training_that_is_measured(job: Job, tmp_path: Path, plan: dict[str, s
     assert received["measured"] == received["predicted"]
 
     listed = json.loads(job.run("rannc-cache", "ls", "--json"))
+    assert "measured" in [each["kind"] for each in listed], output
     latest = next(each for each in listed if each["kind"] == "measured")
     shown = job.run("rannc-cache", "show", json.loads(latest["components"]["deployment"]))
     stages = re.findall(r"^(\d) +forward +[\d.]+ ms +[\d.]+ ms +[+-][\d.]+ %$", shown, re.MULTILINE)

@@ -70,6 +70,7 @@ class Home:
             "XDG_CACHE_HOME": str(self.path / "cache"),
             "XDG_RUNTIME_DIR": str(self.path / "run"),
             "RANNC_CONF_DIR": str(self.path / "conf"),
+            "RANNC_DAEMON_TIMEOUT_S": "60",  # the disk of a busy machine may take longer than the default
         }
 
     def folder(self) -> Path:
