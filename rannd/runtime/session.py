@@ -75,12 +75,15 @@ class Follower(Protocol):
 class AgreedCall:
     """What all ranks run for a call."""
 
-    number: int
-    """Of this rank's graph."""
+    numbers: Sequence[int]
+    """Of each rank's graph."""
     rows: Sequence[int]
     """Of each rank."""
-    alike: bool
-    """Whether all ranks run the same graph, and not one for the sizes of each."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks run the same graph, and not one for the sizes of each."""
+        return len(set(self.numbers)) == 1
 
 
 @dataclass(frozen=True)
@@ -167,14 +170,15 @@ class Session:
             call = from_rank_0(self.world, call)
         mode = Mode.current(training, self.dropout)
         agreed = self._graph_of_all(call, mode, waits=waits)
-        executor, by_slot = self._graphs.use(agreed.number), self._rows_by_slot(agreed.number, agreed.rows)
+        executor = self._executor(agreed)
+        by_slot = self._rows_by_slot(executor, agreed.rows)
         deployed = self._deployed
         assert deployed is not None
         as_planned = agreed.alike and is_planned(executor.bound, sum(by_slot), deployed.deployment)
         if self._replanning.take(as_planned=as_planned):
             self._take_better_plan(deployed)
             agreed = self._graph_of_all(call, mode, waits=waits)
-            executor, deployed = self._graphs.use(agreed.number), self._deployed
+            executor, deployed = self._executor(agreed), self._deployed
             assert deployed is not None
         if not any(by_slot):
             raise StepError("the mini-batches of all ranks are empty; skip the step")
@@ -236,12 +240,15 @@ class Session:
             except (StepError, UsageError) as exc:  # on all ranks, before anything has changed
                 self._replanning.tell_failed(exc)
 
-    def _rows_by_slot(self, number: int, rows: Sequence[int]) -> tuple[int, ...]:
-        """Rows of each slot in a call of a graph, for those of each rank."""
+    def _executor(self, agreed: AgreedCall) -> Executor:
+        return self._graphs.use([agreed.numbers[rank] for rank in self.world.rank_of_slot])
+
+    def _rows_by_slot(self, executor: Executor, rows: Sequence[int]) -> tuple[int, ...]:
+        """Rows of each slot in a call, for those of each rank."""
         by_slot = tuple(rows[rank] for rank in self.world.rank_of_slot)
         if not self._context.options.shared:
             return by_slot
-        return rows_by_slot(self.world, self._graphs.use(number).bound.graph, by_slot[0])
+        return rows_by_slot(self.world, executor.bound.graph, by_slot[0])
 
     # -- the parts of a call ----------------------------------------------------------------------------------
 
@@ -252,9 +259,8 @@ class Session:
             self._deployed.frozen.agree()  # requires_grad may have changed only on the ranks that hold the parameters
             agreed = self._known_to_all(call, mode, waits=waits)
         if agreed is None:
-            number = self._make_graph(call, mode)
-            told = self._agree(number, call, mode, waits=waits)
-            agreed = AgreedCall(number, [rows for _, rows in told], len({each for each, _ in told}) == 1)
+            told = self._agree(self._make_graph(call, mode), call, mode, waits=waits)
+            agreed = AgreedCall([number for number, _ in told], [rows for _, rows in told])
         return agreed
 
     def _known_to_all(self, call: Call, mode: Mode, *, waits: bool) -> AgreedCall | None:
@@ -263,18 +269,8 @@ class Session:
         told = self._agree(UNKNOWN if stale else self._graphs.find(call, mode), call, mode, waits=waits)
         if any(number == UNKNOWN for number, _ in told):
             return None
-        number = self._graphs.common(told, sizes=self._runs_apart)
-        if number is None:
-            return None
-        alike = len({each for each, rows in told if rows}) <= 1
-        return AgreedCall(number, [rows for _, rows in told], alike)
-
-    @property
-    def _runs_apart(self) -> bool:
-        """Whether each rank runs the whole model, and meets the others for what does not depend on sizes alone."""
-        deployment = self.deployment
-        whole = deployment is not None and len(deployment.stages) == 1 and deployment.zero < 2
-        return whole and not self._context.options.shared
+        numbers = self._graphs.common(told, sizes=not self._context.options.shared)
+        return None if numbers is None else AgreedCall(numbers, [rows for _, rows in told])
 
     def _agree(self, number: int, call: Call, mode: Mode, *, waits: bool) -> list[tuple[int, int]]:
         """All-gather (graph, rows) of every rank; StepError if gradients are delayed on some ranks only."""
@@ -353,8 +349,6 @@ class Session:
                 if not signature.rows(theirs.tensors):  # nothing can be traced or planned for
                     self._tracing.refuse_sizes(signature)
                 self._bind_graph(theirs, sized(signature, theirs), varying)
-            if not self._runs_apart:
-                self._tracing.refuse_sizes(signature)
         number = self._graphs.find(call, mode)
         if self._unknown_anywhere(number):  # a graph holds for one number of samples, or takes other branches
             self._tracing.refuse_sizes(signature)

@@ -8,21 +8,45 @@ from job import ROOT, Job
 PROGRAM = str(ROOT / "tests" / "e2e" / "programs" / "lengths.py")
 
 
+STAGES = {"RANNC_PARTITION_NUM": "2"}
+PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("ranks", "loss", "settings"),
+    ("ranks", "words", "settings"),
     [
         (2, "outside", {}),
         (2, "inside", {}),
-        (2, "outside", {"RANNC_PARTITION_NUM": "2"}),
-        pytest.param(3, "outside", {"RANNC_ZERO_STAGE": "1"}, marks=pytest.mark.long),
-        pytest.param(3, "inside", {"RANNC_TRANSPORT": "strict"}, marks=pytest.mark.long),
-        pytest.param(2, "outside", {"RANNC_ZERO_STAGE": "3"}, marks=pytest.mark.long),
+        (2, "outside", STAGES),
+        (2, "inside apart", PIPELINE),
+        (4, "inside apart", {**PIPELINE, "RANNC_TRANSPORT": "strict"}),
+        (2, "outside apart", {"RANNC_ZERO_STAGE": "3"}),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                (3, "outside", {"RANNC_ZERO_STAGE": "1"}),
+                (3, "inside", {"RANNC_TRANSPORT": "strict"}),
+                (2, "inside", STAGES),
+                (3, "outside apart", {**PIPELINE, "RANNC_PARTITION_NUM": "3"}),
+                (3, "inside apart", {**PIPELINE, "RANNC_SCHEDULE": "zb_h1"}),
+                (2, "inside apart", {**PIPELINE, "RANNC_SCHEDULE": "gpipe", "RANNC_CHECKPOINTING": "true"}),
+                (4, "inside apart", {**PIPELINE, "RANNC_ZERO_STAGE": "2"}),
+                (4, "outside apart", {**PIPELINE, "RANNC_ZERO_STAGE": "3"}),
+                (2, "inside", {"RANNC_ZERO_STAGE": "2"}),
+            ]
+        ),
     ],
 )
-def test_lengths_of_their_own(job: Job, ranks: int, loss: str, settings: dict[str, str]) -> None:
-    out = job.train(ranks, PROGRAM, loss, OMP_NUM_THREADS="1", **settings)
+def test_lengths_of_their_own(job: Job, ranks: int, words: str, settings: dict[str, str]) -> None:
+    out = job.train(ranks, PROGRAM, *words.split(), OMP_NUM_THREADS="1", **settings)
     assert out.count("lengths: right") == ranks
+
+
+@pytest.mark.ranks
+def test_lengths_whose_stages_differ_are_refused(job: Job) -> None:
+    out = job.train(2, PROGRAM, "outside", "refused", OMP_NUM_THREADS="1", **STAGES)
+    assert out.count("lengths: right") == 2
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ import msgspec
 
 from rannd.plan.memory.stage_lives import Backward, Done, Level, StageLives
 from rannd.plan.schedule.instructions import Instruction
-from rannd.plan.schedule.program import NOWHERE, TRANSFERS, Action, ActionKind, Edge
+from rannd.plan.schedule.program import NOWHERE, OF_GRADIENTS, TRANSFERS, Action, ActionKind, Edge
 from rannd.plan.simulate.step_costs import BUCKET, FIRST_BUCKET
 
 MOST_FREE = 8
@@ -27,7 +27,6 @@ SMALL = 16 << 10
 """bytes that are added for what is not known: numbers, flags, statistics."""
 ALIGNMENT = 64
 """Bytes: a value of a message begins at a multiple of this."""
-_GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 
 
 class MessageBytes(msgspec.Struct, frozen=True):
@@ -150,7 +149,7 @@ class _SlotReplay:
     # -- messages ---------------------------------------------------------------------------------------------
 
     def _parcel(self, action: Action) -> MessageBytes:
-        return self._parcels[action.kind in _GRADS].get((action.src, action.dst), MessageBytes())
+        return self._parcels[action.kind in OF_GRADIENTS].get((action.src, action.dst), MessageBytes())
 
     def _take(self, size: int) -> None:
         if self._free[size]:
@@ -166,7 +165,7 @@ class _SlotReplay:
                 self.level.change(-size)
 
     def _receive(self, action: Action) -> None:
-        parcel, gradient = self._parcel(action), action.kind in _GRADS
+        parcel, gradient = self._parcel(action), action.kind in OF_GRADIENTS
         if gradient:  # those of a value that several stages read are added up
             known = self._summed[action.piece]
             more = sum(self._size_of(value) for value in parcel.values & known)
@@ -185,7 +184,7 @@ class _SlotReplay:
         parcel = self._parcel(action)
         size = float(parcel.copied)
         self.level.change(size)
-        if action.kind in _GRADS and action.dst < self._outside:
+        if action.kind in OF_GRADIENTS and action.dst < self._outside:
             left = self._outgoing.get((action.piece, action.dst), 0.0)
             gone = min(left, float(parcel.bytes))
             self._outgoing[action.piece, action.dst] = left - gone

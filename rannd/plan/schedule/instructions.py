@@ -17,9 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rannd.plan.schedule.program import AHEAD, NOWHERE, SENDS, TRANSFERS, Action, ActionKind
+from rannd.plan.schedule.program import AHEAD, NOWHERE, OF_GRADIENTS, SENDS, TRANSFERS, Action, ActionKind
 
-_GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 _RECEIVES = TRANSFERS - SENDS
 _PARTNER = {
     ActionKind.SEND_VALUES: ActionKind.RECV_VALUES,
@@ -122,7 +121,7 @@ def _posted_ahead(listed: list[Action]) -> dict[int, list[Action]]:
     earliest: dict[tuple[int, bool], int] = {}
     """Earliest position at which the next receive from each slot in each process group may be posted."""
     for place, action in enumerate(listed):
-        pair = (action.peer, action.kind in _GRADS)
+        pair = (action.peer, action.kind in OF_GRADIENTS)
         if action.kind not in TRANSFERS:
             computes.append(place)
         elif action.kind in SENDS:
@@ -167,7 +166,7 @@ def play(slots: Sequence[Sequence[Action]]) -> list[list[Moment]]:
         here = ready.pop()
         while len(moments[here]) < len(slots[here]):
             action = slots[here][len(moments[here])]
-            gradients = action.kind in _GRADS
+            gradients = action.kind in OF_GRADIENTS
             moment: Moment = clocks[here], math.inf
             if action.kind in SENDS:
                 moment = clocks[here], count

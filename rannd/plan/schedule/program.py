@@ -212,6 +212,7 @@ class ActionKind(enum.Enum):
 
 TRANSFERS = frozenset({ActionKind.SEND_VALUES, ActionKind.RECV_VALUES, ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 SENDS = frozenset({ActionKind.SEND_VALUES, ActionKind.SEND_GRADS})
+OF_GRADIENTS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 NOWHERE = -2
 """`src`, `dst` and `peer` of an action that is no transfer, `piece` of a reduction over one stage, `stage` of actions
 of a slot that has one."""

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 
 from rannd.errors import PlanError
 from rannd.plan.schedule.instructions import Instruction, Posting, instructions, play
-from rannd.plan.schedule.program import NOWHERE, SENDS, TRANSFERS, Action, ActionKind, Program
+from rannd.plan.schedule.program import NOWHERE, OF_GRADIENTS, SENDS, TRANSFERS, Action, ActionKind, Program
 
-_GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 _ACCUMULATE = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT})
 _MEET = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
 _Transfer = tuple[bool, int, int, int, int, int]
@@ -209,7 +208,9 @@ class _Events:
         here.queues[queue] = transfer
         here.pending.add(transfer)
         pair = (
-            queue if self._rules.streams is Streams.CHANNEL else (action.kind in _GRADS, *sorted((slot, action.peer)))
+            queue
+            if self._rules.streams is Streams.CHANNEL
+            else (action.kind in OF_GRADIENTS, *sorted((slot, action.peer)))
         )
         if not self._rules.opened and pair not in here.firsts:
             here.firsts[pair] = here.host
@@ -218,7 +219,7 @@ class _Events:
 
     def _transfer(self, slot: int, action: Action) -> int:
         sender, receiver = (slot, action.peer) if action.kind in SENDS else (action.peer, slot)
-        key = (action.kind in _GRADS, action.src, action.dst, action.piece, sender, receiver)
+        key = (action.kind in OF_GRADIENTS, action.src, action.dst, action.piece, sender, receiver)
         if key not in self._transfers:
             kind = "gradients" if key[0] else "values"
             self._transfers[key] = self._event(
@@ -236,13 +237,13 @@ class _Events:
     def _queue(self, slot: int, action: Action) -> object:
         """The communicator, as this slot sees it, that an action uses."""
         if self._rules.streams is Streams.SLOT:
-            return action.kind in _GRADS
+            return action.kind in OF_GRADIENTS
         if self._rules.streams is Streams.PAIR:
             return self._pair(slot, action)
-        return (action.kind in _GRADS, *((slot, action.peer) if action.kind in SENDS else (action.peer, slot)))
+        return (action.kind in OF_GRADIENTS, *((slot, action.peer) if action.kind in SENDS else (action.peer, slot)))
 
     def _pair(self, slot: int, action: Action) -> tuple[bool, int, int]:
-        return action.kind in _GRADS, min(slot, action.peer), max(slot, action.peer)
+        return action.kind in OF_GRADIENTS, min(slot, action.peer), max(slot, action.peer)
 
     def check(self) -> None:
         """Raise PlanError if not every event can happen."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from rannd.graph.partition.cut import Part, check_order, cut, extract_segments, 
 from rannd.plan.deployment import Deployment
 from rannd.plan.schedule.program import ActionKind, Edge, Layout
 from rannd.plan.simulate.layout import layout_of
-from rannd.runtime.binding.planned_cut import first_segments, planned_segments, planned_stages
+from rannd.runtime.binding.planned_cut import first_segments, follows_plan, planned_segments, planned_stages
 from rannd.runtime.binding.traffic import LossTraffic, Traffic, asked_traffic, live_nodes, loss_traffic
 
 
@@ -115,16 +115,26 @@ def bind(
     segment_owners: Mapping[str, tuple[int, ...]] | None = None,
     *,
     all_outputs: bool = False,
+    missing: Collection[str] | None = None,
     compiled: bool = False,
 ) -> BoundGraph:
     """Partition `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph.
 
-    `segment_owners`: for any other graph, the segments that hold its parameters, numbered through all stages.
+    A graph of other operators is cut by the owners, one of the planned graph's operators in other sizes as planned.
 
-    `all_outputs`: in training, outputs besides the loss are sent to the ranks regardless of their size.
-
-    `compiled`: the units of which segments are compiled have copies of all that is recomputed.
+    Args:
+        graph: The graph.
+        deployment: The plan.
+        slot: This rank's slot.
+        owners: None for the planned graph; for others the stages that hold each parameter and buffer.
+        segment_owners: For others, the segments that hold them, numbered through all stages.
+        all_outputs: In training, outputs besides the loss are sent to the ranks regardless of their size.
+        missing: Names of those that are not sent, if that is known from a graph of other sizes; None: large ones.
+        compiled: The units of which segments are compiled have copies of all that is recomputed.
     """
+    planned = owners is None
+    if owners is not None and follows_plan(graph, deployment, owners):
+        owners = segment_owners = None
     count = len(deployment.stages)
     if owners is None:
         stage_of = planned_stages(graph, deployment)
@@ -141,9 +151,9 @@ def bind(
             edges.setdefault((stage_of[node], count), []).append(node)
     traffic = asked_traffic(graph, deployment, edges)
     layout = traffic.layout
-    if owners is None:
+    if planned:
         _check_planned(layout, layout_of(graph.task, deployment))
-    interleaved = loss_traffic(graph, deployment, layout, edges, all_outputs=all_outputs)
+    interleaved = loss_traffic(graph, deployment, layout, edges, all_outputs=all_outputs, missing=missing)
     actions = interleaved.traffic.program.slots[slot] if interleaved is not None else ()
     split = {layout.stage_at(slot, action) for action in actions if action.kind is ActionKind.WEIGHT}
 
@@ -155,7 +165,7 @@ def bind(
             {name: graph.traced.constants[name] for name in parts[number].tensors if name in graph.traced.constants},
             number in split,
             deployment.stages[number].stays_whole,
-            *(_planned_piece(deployment, number) if owners is None else ()),
+            *(_planned_piece(deployment, number) if planned else ()),
         )
 
     stages = tuple(map(stage, layout.stages_of(slot)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.fx import Node
 
-from rannd.errors import DeploymentError
+from rannd.errors import CutError, DeploymentError
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import check_order
 from rannd.plan.compatibility import plain
@@ -70,6 +70,21 @@ def segment_owners(graph: ModelGraph, deployment: Deployment) -> dict[str, tuple
             if graph.traced.is_state(attribute):
                 found.setdefault(graph.traced.attributes[attribute], set()).add(segment_of[node])
     return {name: tuple(sorted(segments)) for name, segments in found.items()}
+
+
+def follows_plan(graph: ModelGraph, deployment: Deployment, owners: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a graph can be cut as the planned one, because it has the same operators but for their sizes.
+
+    `owners`: stages that hold each parameter and buffer.
+    """
+    if graph.nodes.keys() != {name for stage in deployment.stages for name in stage.ops}:
+        return False
+    try:
+        check_planned_cut(graph, deployment)
+    except CutError:
+        return False
+    read = tensor_owners(graph, planned_stages(graph, deployment), deployment)
+    return all(set(stages) <= set(owners.get(name, ())) for name, stages in read.items())
 
 
 def check_planned_cut(graph: ModelGraph, deployment: Deployment) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,23 +73,32 @@ def asked_traffic(graph: ModelGraph, deployment: Deployment, edges: Mapping[Edge
 
 
 def loss_traffic(
-    graph: ModelGraph, deployment: Deployment, layout: Layout, edges: Mapping[Edge, list[Node]], *, all_outputs: bool
+    graph: ModelGraph,
+    deployment: Deployment,
+    layout: Layout,
+    edges: Mapping[Edge, list[Node]],
+    *,
+    all_outputs: bool,
+    missing: Collection[str] | None,
 ) -> LossTraffic | None:
     """Traffic of a step whose backward runs inside the call; None if the graph does not have exactly one loss, or is
-    not trained."""
+    not trained. `all_outputs`, `missing`: see `bind`."""
     last, loss = len(layout.stages), graph.sole_loss
     if loss is None:
         return None
     results = list(zip(graph.traced.results, graph.results, strict=True))
     live = live_nodes(graph, tuple(node is loss for node, _ in results))
     kinds = {node: result.kind for node, result in results}
-    missing: set[Node] = set()
+    kept_back: set[Node] = set()
     kept: dict[Edge, list[Node]] = {}
     for edge, nodes in edges.items():
         if edge[1] == last and not all_outputs and _moves(layout, edge):
-            large = [node for node in nodes if _row_bytes(node, kinds[node]) > LARGE_OUTPUT]
-            missing.update(large)
-            nodes = [node for node in nodes if node not in large]
+            if missing is None:
+                back = [node for node in nodes if _row_bytes(node, kinds[node]) > LARGE_OUTPUT]
+            else:
+                back = [node for node in nodes if node.name in missing]
+            kept_back.update(back)
+            nodes = [node for node in nodes if node not in back]
         if nodes:
             kept[edge] = nodes
     # No gradients are sent for outputs: backward starts at the loss alone.
@@ -99,7 +108,7 @@ def loss_traffic(
     new = Layout(new.world, new.microbatches, new.stages, new.edges, flowing)
     split = {number for number, planned in enumerate(deployment.stages) if planned.estimate.weight_us > 0}
     traffic = Traffic(planned_program(deployment.schedule, new, split), _sorted(kept))
-    return LossTraffic(traffic, loss, live, frozenset(missing))
+    return LossTraffic(traffic, loss, live, frozenset(kept_back))
 
 
 def _sorted(edges: Mapping[Edge, list[Node]]) -> dict[Edge, tuple[Node, ...]]:

@@ -6,15 +6,13 @@ import dataclasses
 
 from rannd import log
 from rannd.errors import PlanError
-from rannd.plan.schedule.program import TRANSFERS, ActionKind, Program
+from rannd.plan.schedule.program import OF_GRADIENTS, TRANSFERS, Program
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.stream_checker import StreamRules, check_streams
 from rannd.runtime.binding.bound_graph import BoundGraph
 from rannd.runtime.binding.traffic import Traffic
 from rannd.runtime.comm.world import World
 from rannd.runtime.transport.transport import Pair, Transport, pair
-
-_GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 
 
 def connect(world: World, bound: BoundGraph) -> BoundGraph:
@@ -62,7 +60,7 @@ def _checked(traffic: Traffic, transport: Transport, *, meets: bool) -> Traffic:
 def pairs_of(program: Program) -> set[Pair]:
     """Slots that exchange values or gradients in a step."""
     return {
-        pair(action.kind in _GRADS, slot, action.peer)
+        pair(action.kind in OF_GRADIENTS, slot, action.peer)
         for slot, actions in enumerate(program.slots)
         for action in actions
         if action.kind in TRANSFERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from rannd.runtime.deployment.bound_compiling import compile_bound
 from rannd.runtime.deployment.connecting import connect
 from rannd.runtime.deployment.undeploy import Origin
 from rannd.runtime.execution.executor import Executor
+from rannd.runtime.execution.played_graph import PlayedGraph
 from rannd.runtime.gradients import grad_norm
 from rannd.runtime.gradients.autograd_inputs import Anchor
 from rannd.runtime.gradients.clip_watch import ClipWatch
@@ -80,6 +81,8 @@ class Deployed:
     """Costs of links within a node and between nodes; None: they are not known."""
     calibration: Calibration
     """Learns from its steps."""
+    missing: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Outputs that are not sent to the ranks, by family of signatures, so that it does not depend on sizes."""
 
     def begin_call(self, number: int, *, float16: bool) -> None:
         """Prepare a call: take up changes that the script has made to parameters since the last one. Collective."""
@@ -273,8 +276,12 @@ class Deployer:
             owners,
             None if planned else deployed.segment_owners,
             all_outputs=self._context.options.all_outputs,
+            missing=deployed.missing.get(graph.signature.family()),
             compiled=self._config.compile_stages != "off",
         )
+        if bound.interleaved is not None:
+            names = frozenset(node.name for node in bound.interleaved.missing)
+            deployed.missing.setdefault(graph.signature.family(), names)
         bound = connect(self._world, bound)
         self._dump(graph, deployed.deployment, bound.stage_of)
         state = deployed.parameters.aliases
@@ -288,7 +295,8 @@ class Deployer:
         home = None
         if deployed.deployment.offload_activations and graph.signature.mode.grad:
             home = state_home(self._world.device, self._config.offload_dir)
-        return Executor(self._context, bound, state, deployed.reducer, deployed.anchor, seed, compiled, home)
+        played = PlayedGraph(self._context, bound, state, deployed.reducer.sharded, seed, compiled, home)
+        return Executor(self._context, [played] * self._world.size, deployed.reducer, deployed.anchor)
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
         if self._config.dump_graph and self._world.rank == 0:

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from rannd import log
 from rannd.errors import StepError
-from rannd.graph.call.call_diff import SAME_CALL, SAME_SIZES, difference, leaf_names, of_signature
+from rannd.graph.call.call_diff import OTHER_CUT, SAME_CALL, SAME_SIZES, difference, leaf_names, of_signature
 from rannd.graph.call.signature import Call, Mode, Signature
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph
@@ -29,7 +29,7 @@ IDLE_CHANGES = 3
 MOST_STATES = 8
 """Maximum number of Python states remembered per graph."""
 MOST_GRAPHS = 64
-"""Maximum number of graphs; the least recently used one is dropped."""
+"""Maximum number of graphs, or two for each rank if that is more; the least recently used one is dropped."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class Graphs:
         self._context = context
         self._known: OrderedDict[int, _Known] = OrderedDict()
         """The most recently used is last."""
+        self._mixed: OrderedDict[tuple[int, ...], Executor] = OrderedDict()
+        """By the number of each slot's graph, of calls in which these differ. The most recently used is last."""
+        self._most = max(MOST_GRAPHS, 2 * context.world.size)
         self._made = 0
         self._all: WeakSet[Executor] = WeakSet()
         """Includes executors of dropped graphs, because a backward may still run through them."""
@@ -87,9 +90,28 @@ class Graphs:
         """Number of this rank's rows in a call of a graph; 0 for UNKNOWN."""
         return 0 if number == UNKNOWN else self._known[number].signature.rows(call.tensors)
 
-    def use(self, number: int) -> Executor:
-        """Executor of a graph."""
-        return self._known[number].executor
+    def use(self, numbers: Sequence[int]) -> Executor:
+        """Executor of a call; `numbers`: of the graph of each slot's rank.
+
+        Collective where these are several graphs. StepError if their microbatches cannot be in one step.
+        """
+        known = self._known[numbers[self._world.slot]]
+        if len(set(numbers)) == 1:
+            return known.executor
+        key = tuple(numbers)
+        if key not in self._mixed:
+            others = [self._known[number].executor for number in numbers]
+            fits = all(known.executor.own.plays_like(each.own) for each in others)
+            if not all(told for (told,) in self._world.gather_numbers([int(fits)])):
+                by_rank = sorted(zip(self._world.rank_of_slot, numbers, strict=True))
+                calls = [of_signature(self._known[number].signature) for _, number in by_rank]
+                raise StepError(f"ranks call the model in different ways: {difference(calls)}; {OTHER_CUT}")
+            self._mixed[key] = known.executor.beside(others)
+            self._all.add(self._mixed[key])
+            if len(self._mixed) > MOST_GRAPHS:
+                self._mixed.popitem(last=False)
+        self._mixed.move_to_end(key)
+        return self._mixed[key]
 
     def add(self, signature: Signature, executor: Executor, state: PythonState) -> int:
         """Add a graph that is valid for `state`; returns its number. Call it in the same order on all ranks."""
@@ -98,7 +120,7 @@ class Graphs:
         number = self._made - 1
         self._known[number] = _Known(signature, executor, [(outside(state, traced.leaf_paths), traced.decisions)])
         self._all.add(executor)
-        if len(self._known) > MOST_GRAPHS:
+        if len(self._known) > self._most:
             self._known.popitem(last=False)
         return number
 
@@ -107,10 +129,11 @@ class Graphs:
         for executor in self._all:
             executor.closed = True
         self._known.clear()
+        self._mixed.clear()
         self._all.clear()
 
-    def common(self, told: Sequence[tuple[int, ...]], *, sizes: bool = False) -> int | None:
-        """Number of the graph that this rank runs, given (graph, rows) of each rank.
+    def common(self, told: Sequence[tuple[int, ...]], *, sizes: bool = False) -> tuple[int, ...] | None:
+        """Number of the graph that each rank runs, given (graph, rows) of each rank.
 
         Ranks without rows follow the rest. The graph is the same on all ranks; with `sizes` it may be one for the sizes
         of each rank's call. None if ranks take different branches; StepError if they make different calls. The graphs
@@ -124,7 +147,7 @@ class Graphs:
         signatures = [self._known[each].signature for each, _ in told] if other is not None else []
         of_sizes = len({each.family() for each in signatures}) == 1 and len({each.key() for each in signatures}) > 1
         if sizes and of_sizes and all(_share_a_state(self._known[each], known) for each, _ in told):
-            return told[self._world.rank][0]
+            return tuple(each for each, _ in told)
         alike = all(
             self._known[each].signature == known.signature and _share_a_state(self._known[each], known)
             for each, _ in told
@@ -133,7 +156,7 @@ class Graphs:
             calls = [of_signature(self._known[each].signature) for each, _ in told]
             what = difference(calls) or "the Python state of the model's modules differs"
             raise StepError(f"ranks call the model in different ways: {what}; {SAME_SIZES if of_sizes else SAME_CALL}")
-        return number if other is None else None
+        return (number,) * len(told) if other is None else None
 
     def twin(self, graph: ModelGraph, state: PythonState) -> int | None:
         """Find a known graph equal to `graph`, although the modules' Python state or branches differ.

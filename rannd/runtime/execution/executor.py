@@ -1,4 +1,4 @@
-"""Execute the Program of a bound graph.
+"""Execute the Program of a step.
 
 A call either runs forward only, and backward when the script calls it, or both at once: for a graph with a single loss
 backward needs nothing from the script, so forward and backward of microbatches are interleaved (1F1B), and the
@@ -8,7 +8,7 @@ gradients are held until the script calls backward.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from rannd.device.reads import read
 from rannd.errors import StepError
 from rannd.plan.schedule.instructions import Instruction, instructions
 from rannd.plan.schedule.program import TRANSFERS
-from rannd.runtime.binding.bound_graph import BoundGraph
 from rannd.runtime.binding.microbatches import Pieces
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import (
@@ -30,20 +29,15 @@ from rannd.runtime.comm.lockstep import (
     same_loss_gradient,
     unpack_floats,
 )
-from rannd.runtime.compiling.compiled_stage import CompiledStage
-from rannd.runtime.execution.global_sums import Totals
-from rannd.runtime.execution.inputs import MiniBatch
 from rannd.runtime.execution.outputs import join
-from rannd.runtime.execution.program_player import ACTS, ProgramPlayer
-from rannd.runtime.execution.slot_tensors import SlotTensors
-from rannd.runtime.execution.stage import Computing
+from rannd.runtime.execution.played_graph import PlayedGraph
+from rannd.runtime.execution.program_player import ACTS, Live, ProgramPlayer
 from rannd.runtime.execution.step import Step
 from rannd.runtime.execution.upstream import Upstream
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.scaling import Factor, scaled
 from rannd.runtime.timeline.recorder import Doing
-from rannd.runtime.zero.state_home import StateHome
 
 MOST_SIZES = 64
 """Maximum number of cached mini-batch sizes."""
@@ -52,47 +46,40 @@ _FORWARD, _BACKWARD, _BOTH = "forward", "backward", "both"
 
 
 class Executor:
-    """Executes one bound graph with `state`, the tensors of this rank's stages by name.
+    """Executes steps; `graphs`: that of the mini-batch of each slot's rank.
 
-    `compiled`: code of the segments of each stage, by its number; a stage without any runs eagerly. `home`: where
-    values that segments recompute from are between forward and backward; None: in the device's memory.
+    All are the same graph, unless ranks pass different sizes: then see `PlayedGraph.plays_like`.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        bound: BoundGraph,
-        state: Mapping[str, torch.Tensor],
-        reducer: Reducer,
-        anchor: Anchor,
-        seed: int,
-        compiled: Mapping[int, Sequence[CompiledStage]],
-        home: StateHome | None = None,
-    ) -> None:
+    def __init__(self, context: Context, graphs: Sequence[PlayedGraph], reducer: Reducer, anchor: Anchor) -> None:
         self.anchor = anchor
-        self.world = world = context.world
-        self.bound = bound
+        self.world = context.world
+        self.own = own = graphs[context.world.slot]
+        """That of this rank's mini-batch."""
+        self.bound = own.bound
+        self.stages = own.stages
+        self.mini_batch = own.mini_batch
         self.closed = False
         """Whether the deployment has been removed."""
-        self._tensors = SlotTensors(world, bound, state, None if reducer.sharded is None else reducer.sharded.values)
-        self.stages: Mapping[int, Computing] = {
-            stage.number: Computing(
-                context, bound, stage, self._tensors, seed, compiled.get(stage.number, ()), reducer.sharded, home
-            )
-            for stage in bound.stages
-        }
-        """This rank's stages by number, ascending."""
-        self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, context.averaged)
-        """This rank's inputs and their gradients."""
+        self._context = context
+        self._graphs = graphs
+        self._every = tuple(dict.fromkeys(graphs))
         self._reducer = reducer
-        self._graph = bound.graph
-        self._slot = bound.slot
-        self._last = len(bound.layout.stages)
-        self._totals = Totals(world, bound.graph, context.averaged, self._last)
+        self._graph = own.bound.graph
+        self._slot = own.bound.slot
+        self._last = len(own.bound.layout.stages)
+        self._totals = own.totals
         self._recorder = context.recorder
-        self._player = ProgramPlayer(context, bound, self.stages, reducer, self._totals)
+        self._player = ProgramPlayer(context, graphs, reducer)
         self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
         self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()
+
+    def beside(self, others: Sequence[Executor]) -> Executor:
+        """Executor of steps in which ranks have graphs of their own: this rank's is this one's.
+
+        `others`: executors of the graphs of each slot's rank.
+        """
+        return Executor(self._context, [each.own for each in others], self._reducer, self.anchor)
 
     # -- sizes ------------------------------------------------------------------------------------------------
 
@@ -102,7 +89,8 @@ class Executor:
             self._sizes[rows] = Pieces(self.bound.layout, rows)
             if len(self._sizes) > MOST_SIZES:
                 self._sizes.popitem(last=False)
-                self._player.forget_sizes()
+                for graph in self._every:
+                    graph.forget_sizes()
         return self._sizes[rows]
 
     def _phase(self, step: Step, phase: str) -> tuple[Instruction, ...]:
@@ -136,19 +124,23 @@ class Executor:
         outputs.
         """
         self._reducer.audited = None if step.audit is None else step.audit.reduction
-        self._tensors.lend()
-        for computing in self.stages.values():
-            computing.begin()
+        for graph in self._every:
+            graph.tensors.lend()
+            for computing in graph.stages.values():
+                computing.begin()
         self.mini_batch.give(step, self.bound.traffic_of(inside=step.interleaved).leaving.get(-1, ()))
-        live = None
+        live: Live | None = None
         # Dividing the seed saves a pass over all gradients at the end; a scaled loss keeps its full scale.
         whole = not isinstance(step.seed, torch.Tensor) and step.seed == 1.0
         division = self._reducer.divisor if reduce and whole else 1
         if step.interleaved:
             assert self.bound.interleaved is not None
-            live = self.bound.interleaved.live
             seed = self._seed(step, self.bound.interleaved.loss.meta["val"].dtype, division)
-            step.upstream = {self.bound.interleaved.loss: [seed] * self.world.size}
+            live = {}
+            for graph in self._every:
+                assert graph.bound.interleaved is not None
+                live[graph] = graph.bound.interleaved.live
+                step.upstream[graph.bound.interleaved.loss] = [seed] * self.world.size
             self._reducer.set_aside(divided=division != 1)
         listed = self._phase(step, _BOTH if step.interleaved else _FORWARD)
         # A call may be in a region of autocast, which segments enter themselves; backward belongs outside of it.
@@ -157,12 +149,12 @@ class Executor:
         if step.interleaved:
             assert live is not None
             step.gathered = self._reducer.gathered(reduce=reduce)
-            found = self.mini_batch.input_gradients(step, live)
+            found = self.mini_batch.input_gradients(step, live[self.own])
             step.input_gradients = [each if each is None or division == 1 else each * division for each in found]
             self._forget(step)
         if self.world.reads.late:  # after all reductions, so that no rank's can be in its way
             self._totals.begin(step)
-        for computing in self.stages.values():
+        for computing in self._graphs[step.pieces.first].stages.values():
             computing.agree_on_buffers(step)
         outputs = self._outputs(step)
         step.values.clear()
@@ -215,21 +207,24 @@ class Executor:
         self._reducer.audited = None if step.audit is None else step.audit.reduction
         listed = self._phase(step, _BACKWARD)
         requested = asked is not NOTHING
-        upstream = Upstream(self.world, self.bound, self._totals, step, gradients, reduce=reduce, wanted=requested)
+        graphs = (self.own, *(each for each in self._every if each is not self.own))
+        upstream = Upstream(self.world, graphs, step, gradients, reduce=reduce, wanted=requested)
         meanwhile = asked is None and not self._totals.nodes and not self.bound.meets and not _communicates(listed)
         # This rank's gradients depend on nothing that others tell, so that it need not wait for them yet.
-        live, wanted = (upstream.own(), True) if meanwhile else upstream.agreed()
+        marked, wanted = (upstream.own(), True) if meanwhile else upstream.agreed()
+        live = self._live(marked)
         reduce = reduce and wanted
         step.keep = again
-        for computing in self.stages.values():
-            computing.resolve()
-        self.mini_batch.give_seeds(step, gradients, live)
+        for graph in self._every:
+            for computing in graph.stages.values():
+                computing.resolve()
+        self.mini_batch.give_seeds(step, gradients, live[self.own])
         if asked is not None:
             self._reducer.set_aside()
         try:
             self._reducer.upstream = upstream
             self._player.play(step, listed, live, reduce=reduce and asked is None, early=self._overlaps(step))
-            live, _ = upstream.agreed()
+            marked, _ = upstream.agreed()
         finally:
             self._reducer.upstream = None
         if asked is not None:
@@ -240,9 +235,13 @@ class Executor:
             self._reducer.something_waits = True
         if reduce:
             self._reducer.reduce(asked)
-        inputs = self.mini_batch.input_gradients(step, live)
+        inputs = self.mini_batch.input_gradients(step, self._live(marked)[self.own])
         self._forget(step)
         return inputs
+
+    def _live(self, marked: tuple[bool, ...]) -> Live:
+        """Nodes that get a gradient if the marked outputs have one."""
+        return {graph: graph.bound.live(marked) for graph in self._every}
 
     def _deliver_held_gradients(
         self,

@@ -21,7 +21,7 @@ from rannd.runtime.execution.step import Step
 
 
 class Totals:
-    """Sums the "global" outputs of a graph; `averaged`: see Executor. `outside`: see Step.values."""
+    """Sums the "global" outputs of a graph; `averaged`: see Context. `outside`: see Step.values."""
 
     def __init__(self, world: World, graph: ModelGraph, averaged: int, outside: int) -> None:
         self._world = world
@@ -31,20 +31,21 @@ class Totals:
         self.nodes = [
             node for node, result in zip(graph.traced.results, graph.results, strict=True) if result.kind == "global"
         ]
-        self._lengths = [_length(node) for node in self.nodes]
+        self.lengths = [_length(node) for node in self.nodes]
+        """Numbers of each."""
 
     def take(self, step: Step, piece: int) -> None:
         """Add the values of a microbatch to this rank's partial sums."""
-        for node in self.nodes:
+        for place, node in enumerate(self.nodes):
             value = step.values.pop((piece, node, self._outside), None)
             if value is not None:
                 value = value.to(torch.complex128 if value.is_complex() else torch.float64)
-                step.sums[node] = step.sums[node] + value if node in step.sums else value
+                step.sums[place] = step.sums[place] + value if place in step.sums else value
 
     def begin(self, step: Step) -> None:
         """Start the asynchronous all-reduce of this rank's partial sums. Collective."""
         if self.nodes:
-            flat = self._flat([step.sums.get(node) for node in self.nodes])
+            flat = self._flat([step.sums.get(place) for place in range(len(self.nodes))])
             if self._late:
                 step.total = self._world.share_values(flat).sum(0)
             else:
@@ -56,7 +57,8 @@ class Totals:
         if step.total is None:
             return {}
         total, step.total = step.total, None
-        return self._shaped((total if isinstance(total, torch.Tensor) else total.finish()) / self._averaged)
+        flat = (total if isinstance(total, torch.Tensor) else total.finish()) / self._averaged
+        return dict(zip(self.nodes, self._shaped(flat), strict=True))
 
     def packed(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
         """Pack the gradients of the totals into integers, with 0.0 for None; none where values are read late."""
@@ -64,13 +66,13 @@ class Totals:
 
     def upstream(
         self, gradients: Sequence[torch.Tensor | None], packed: Sequence[Sequence[int]]
-    ) -> list[dict[Node, torch.Tensor]]:
-        """Gradients of the totals of all ranks, from this rank's and from what `packed` made of them on all ranks.
+    ) -> list[list[torch.Tensor]]:
+        """Gradients of the totals of each rank, from this rank's and from what `packed` made of them on all ranks.
 
         Collective where values are read late.
         """
         if not self.nodes:
-            return [{} for _ in packed]
+            return [[] for _ in packed]
         if self._late:
             return [self._shaped(each) for each in self._world.share_values(self._flat(gradients))]
         return [self._shaped(torch.tensor(unpack_floats(each), dtype=torch.float64)) for each in packed]
@@ -82,7 +84,7 @@ class Totals:
         """
         device = self._world.device if self._late else torch.device("cpu")
         parts = []
-        for value, length in zip(values, self._lengths, strict=True):
+        for value, length in zip(values, self.lengths, strict=True):
             if value is None:
                 parts.append(torch.zeros(length, dtype=torch.float64, device=device))
                 continue
@@ -90,9 +92,9 @@ class Totals:
             parts.append((real if self._late else read(real)).detach().reshape(-1).to(device, torch.float64))
         return torch.cat(parts)
 
-    def _shaped(self, flat: torch.Tensor) -> dict[Node, torch.Tensor]:
-        parts = zip(self.nodes, flat.split(self._lengths), strict=True)
-        return {node: _shaped(part, node, self._world.device) for node, part in parts}
+    def _shaped(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(self.nodes, flat.split(self.lengths), strict=True)
+        return [_shaped(part, node, self._world.device) for node, part in parts]
 
 
 def _shaped(flat: torch.Tensor, node: Node, device: torch.device) -> torch.Tensor:

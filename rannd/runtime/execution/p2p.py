@@ -16,7 +16,7 @@ from rannd.errors import StepError
 from rannd.graph.partition.cut import crossing_shape
 from rannd.plan.schedule.program import Action
 from rannd.runtime.comm.world import World
-from rannd.runtime.transport.transport import Transport
+from rannd.runtime.transport.transport import Transport, as_bytes
 
 ALIGNMENT = 64
 """Bytes: a value begins at a multiple of this."""
@@ -79,11 +79,6 @@ class Parcel:
             else:
                 values[node] = torch.empty(shape, dtype=dtype, device=device)
         return values
-
-
-def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The memory of a value as a message, copied only if it is not contiguous."""
-    return value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 UNUSED = 2

@@ -4,53 +4,53 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from rannd.plan.schedule.instructions import Instruction
-from rannd.plan.schedule.program import SENDS, TRANSFERS, Action, ActionKind
-from rannd.runtime.binding.bound_graph import BoundGraph
+from rannd.plan.schedule.program import OF_GRADIENTS, SENDS, TRANSFERS, Action, ActionKind
 from rannd.runtime.comm.context import Context
-from rannd.runtime.execution.global_sums import Totals
-from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel
+from rannd.runtime.execution.p2p import Exchange, Parcel
+from rannd.runtime.execution.played_graph import PlayedGraph
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.timeline.recorder import Doing
 
 ACTS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT})
-_GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
+
+
+Live = Mapping[PlayedGraph, frozenset[Node]]
+"""Nodes of each graph that get a gradient."""
 
 
 class ProgramPlayer:
-    """Plays the instructions of one bound graph's steps; `stages`: this rank's, by number."""
+    """Plays the instructions of steps; `graphs`: that of the mini-batch of each slot's rank."""
 
-    def __init__(
-        self, context: Context, bound: BoundGraph, stages: Mapping[int, Computing], reducer: Reducer, totals: Totals
-    ) -> None:
+    def __init__(self, context: Context, graphs: Sequence[PlayedGraph], reducer: Reducer) -> None:
         self._world = world = context.world
         self._recorder = context.recorder
-        self._bound = bound
-        self._stages = stages
+        self._graphs = graphs
+        own = graphs[world.slot]
+        self._bound = own.bound
+        self._stages = own.stages
         self._reducer = reducer
-        self._totals = totals
-        self._home = bound.stages[0].number
+        self._totals = own.totals
+        self._home = self._bound.stages[0].number
         """The stage that stands for this rank where an action is of none."""
-        self._outside = len(bound.layout.stages)
-        self._buffers = MessageBuffers(world.transport)
-        self._parcels: dict[tuple[Any, ...], Parcel] = {}
+        self._outside = len(self._bound.layout.stages)
+        self._buffers = own.buffers
 
-    def forget_sizes(self) -> None:
-        """Let go of what was made for sizes of mini-batches."""
-        self._parcels.clear()
+    def _graph_of(self, piece: int) -> PlayedGraph:
+        """The graph of the mini-batch that a microbatch belongs to."""
+        return self._graphs[piece % len(self._graphs)]
 
     def play(
         self,
         step: Step,
         listed: Sequence[Instruction],
-        live: frozenset[Node] | None,
+        live: Live | None,
         *,
         reduce: bool,
         early: bool,
@@ -61,7 +61,7 @@ class ProgramPlayer:
         Args:
             step: The step.
             listed: Instructions of a phase.
-            live: Nodes that get a gradient; None if not known yet.
+            live: Nodes that get a gradient, of all graphs; None if not known yet.
             reduce: Gradients of parameters are reduced after it.
             early: And as soon as they are complete.
             totals: Begin to sum up the global outputs, unless they are read late.
@@ -78,15 +78,15 @@ class ProgramPlayer:
         where, recorder = self._world.watch.where, self._recorder
         for instruction in listed:
             for action in instruction.posts:
-                exchange = backward if action.kind in _GRADS else forward
+                exchange = backward if action.kind in OF_GRADIENTS else forward
                 exchange.post(action, self._parcel(step, action, live))
             for action in instruction.awaits:
                 where.stage, where.piece, where.action = self._stage_at(action), action.piece, action
                 begun = recorder.begin()
-                self._receive(step, backward if action.kind in _GRADS else forward, action)
+                self._receive(step, backward if action.kind in OF_GRADIENTS else forward, action)
                 recorder.end(Doing.RECEIVE, action.src, action.dst, action, begun)
             for action in instruction.settles:
-                (backward if action.kind in _GRADS else forward).settle(action)
+                (backward if action.kind in OF_GRADIENTS else forward).settle(action)
             if instruction.action is None:
                 continue
             action = instruction.action
@@ -95,18 +95,19 @@ class ProgramPlayer:
             where.action = action
             if action.kind in TRANSFERS:
                 begun = recorder.begin()
-                self._send(step, backward if action.kind in _GRADS else forward, action, live)
+                self._send(step, backward if action.kind in OF_GRADIENTS else forward, action, live)
                 recorder.end(Doing.SEND, action.src, action.dst, action, begun)
                 continue
             self._world.transport.before_computation()
-            computing = self._stages[stage]
+            graph = self._graph_of(piece)
+            computing = graph.stages[stage]
             if not step.pieces.rows[piece]:
                 computing.stand_by(action.kind)
             elif action.kind is ActionKind.FORWARD:
                 begun = recorder.begin()
-                computing.forward(step, piece, live)
+                computing.forward(step, piece, None if live is None else live[graph])
                 recorder.end(Doing.FORWARD, stage, stage, action, begun)
-                self._totals.take(step, piece)
+                graph.totals.take(step, piece)
                 if not self._bound.graph.signature.mode.grad:
                     self._give_back(step, piece, stage)
             else:
@@ -125,8 +126,9 @@ class ProgramPlayer:
         forward.finish()
         backward.finish()
         recorder.end(Doing.SETTLE, -1, -1, None, begun)
-        for computing in self._stages.values():
-            computing.rest()
+        for graph in dict.fromkeys(self._graphs):
+            for computing in graph.stages.values():
+                computing.rest()
         where.stage, where.piece, where.action = self._home, None, None
 
     def _last_of(self, listed: Sequence[Instruction]) -> dict[int, Action]:
@@ -144,7 +146,7 @@ class ProgramPlayer:
         step: Step,
         action: Action,
         computing: Computing,
-        live: frozenset[Node] | None,
+        live: Live | None,
         *,
         last: bool,
         halves: bool,
@@ -156,7 +158,7 @@ class ProgramPlayer:
                 computing.weights(step, action.piece, self._reducer.arrived)
             else:
                 assert live is not None
-                computing.backward(step, action.piece, live)
+                computing.backward(step, action.piece, live[self._graph_of(action.piece)])
         if not step.keep and halves == _is_half(action):
             self._give_back(step, action.piece, self._stage_at(action))
 
@@ -164,23 +166,15 @@ class ProgramPlayer:
         """The stage of this rank that an action belongs to."""
         if action.kind not in TRANSFERS:
             return self._bound.layout.stage_at(self._bound.slot, action)
-        stage = action.src if (action.kind in SENDS) != (action.kind in _GRADS) else action.dst
+        stage = action.src if (action.kind in SENDS) != (action.kind in OF_GRADIENTS) else action.dst
         return stage if stage in self._stages else self._home
 
-    def _parcel(self, step: Step, action: Action, live: frozenset[Node] | None) -> Parcel:
+    def _parcel(self, step: Step, action: Action, live: Live | None) -> Parcel:
         """Values that a transfer action moves."""
-        rows = step.pieces.rows[action.piece]
-        key = (step.interleaved, action.src, action.dst, rows, live if action.kind in _GRADS else None)
-        found = self._parcels.get(key)
-        if found is None:
-            nodes = self._bound.traffic_of(inside=step.interleaved).edges[action.src, action.dst]
-            if action.kind in _GRADS:
-                assert live is not None
-                nodes = tuple(node for node in nodes if node in live)
-            found = self._parcels[key] = Parcel(nodes, rows)
-        return found
+        graph, rows = self._graph_of(action.piece), step.pieces.rows[action.piece]
+        return graph.parcel(action, rows, None if live is None else live[graph], inside=step.interleaved)
 
-    def _send(self, step: Step, exchange: Exchange, action: Action, live: frozenset[Node] | None) -> None:
+    def _send(self, step: Step, exchange: Exchange, action: Action, live: Live | None) -> None:
         parcel, piece = self._parcel(step, action, live), action.piece
         values: dict[Node, torch.Tensor] = {}
         for node in parcel.nodes:
@@ -195,7 +189,7 @@ class ProgramPlayer:
     def _receive(self, step: Step, exchange: Exchange, action: Action) -> None:
         values, buffer = exchange.take(action)
         piece = action.piece
-        if action.kind in _GRADS:
+        if action.kind in OF_GRADIENTS:
             for node, value in values.items():
                 step.add(piece, node, value)
             ours = action.src >= 0

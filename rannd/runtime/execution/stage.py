@@ -22,9 +22,9 @@ from rannd.plan.zero import LEAST_OFFLOADED
 from rannd.runtime.audit.differences import Measure
 from rannd.runtime.binding.bound_graph import BoundGraph, BoundStage
 from rannd.runtime.binding.microbatches import piece_seed
+from rannd.runtime.binding.slot_tensors import SlotTensors
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
-from rannd.runtime.execution.slot_tensors import SlotTensors
 from rannd.runtime.execution.step import Saved, Step
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients, first_readers
 from rannd.runtime.zero.state_home import StateHome

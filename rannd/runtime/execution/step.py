@@ -62,8 +62,8 @@ class Step:
     """Keeps values of the step, if it is audited."""
     values: dict[Given, torch.Tensor] = field(default_factory=dict)
     """Whoever reads or sends one takes it."""
-    sums: dict[Node, torch.Tensor] = field(default_factory=dict)
-    """Scalar outputs summed over all ranks: this rank's partial sums over microbatches."""
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Scalar outputs summed over all ranks, by their place among these: this rank's partial sums over microbatches."""
     total: Sum | torch.Tensor | None = None
     """All-reduce of these sums: asynchronous, or on the device."""
     saved: dict[tuple[int, int], list[Saved]] = field(default_factory=dict)

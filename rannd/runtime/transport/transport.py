@@ -1,4 +1,4 @@
-"""The interface of transports."""
+"""The interface of transports, and how a value becomes a message."""
 
 from __future__ import annotations
 
@@ -88,3 +88,8 @@ def finish(work: object) -> None:
     if not isinstance(work, dist.Work):
         raise StepError("internal error: a transfer was started on a rank outside its group; please report this")
     work.wait()
+
+
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The memory of a value as a message, copied only if it is not contiguous."""
+    return value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -35,11 +35,12 @@ def test_the_graph_that_was_not_used_for_longest_goes_and_is_made_again(monkeypa
 
 
 def test_a_backward_through_a_dropped_graph_is_an_error_after_undeploy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_table, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(graph_table, "MOST_GRAPHS", 2)
     model = pyrannc.RaNNCModule(Scaled())
     x = torch.randn(2, 4)
     kept = model(x, 1)
     model(x, 2)
+    model(x, 3)
     model.undeploy()
     with pytest.raises(StepError, match=r"before model\.undeploy"):
         kept.sum().backward()

@@ -8,7 +8,7 @@ import torch
 
 from rannd.runtime.binding.bound_graph import BoundGraph
 from rannd.runtime.comm.world import World
-from rannd.runtime.execution.p2p import as_bytes
+from rannd.runtime.transport.transport import as_bytes
 from rannd.runtime.zero.sharded_parameters import ShardedParameters
 
 
