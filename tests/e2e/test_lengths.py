@@ -16,15 +16,16 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
 @pytest.mark.parametrize(
     ("ranks", "words", "settings"),
     [
-        (2, "outside", {}),
         (2, "inside", {}),
         (2, "outside", STAGES),
-        (2, "inside apart", PIPELINE),
+        (2, "inside apart large", PIPELINE),
         (4, "inside apart", {**PIPELINE, "RANNC_TRANSPORT": "strict"}),
         (2, "outside apart", {"RANNC_ZERO_STAGE": "3"}),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in [
+                (2, "outside", {}),
+                (2, "inside apart", PIPELINE),
                 (3, "outside", {"RANNC_ZERO_STAGE": "1"}),
                 (3, "inside", {"RANNC_TRANSPORT": "strict"}),
                 (2, "inside", STAGES),

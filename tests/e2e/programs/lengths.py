@@ -3,9 +3,10 @@
 Each rank compares its losses, gradients and parameters with one process that has the mini-batches of all ranks. Prints
 ``lengths: right`` on each rank.
 
-usage: lengths.py inside|outside [apart] [refused]
+usage: lengths.py inside|outside [apart] [large] [refused]
 inside   the model computes the loss
 apart    results of samples do not depend on each other, so that there can be several microbatches
+large    logits are too large to be sent, for long sequences, and so are not sent for any
 refused  long sequences take another layer; with several stages ranks may not pass both
 """
 
@@ -21,11 +22,13 @@ from torch import Tensor, nn
 
 import pyrannc
 from rannd.errors import StepError
+from rannd.runtime.binding.traffic import LARGE_OUTPUT
 
 torch.set_default_dtype(torch.float64)
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
-LOSS_INSIDE, APART, REFUSED = sys.argv[1] == "inside", "apart" in sys.argv, "refused" in sys.argv
-WIDTH, TOKENS, PAD = 8, 11, 0
+LOSS_INSIDE = sys.argv[1] == "inside"
+APART, LARGE, REFUSED = (word in sys.argv for word in ("apart", "large", "refused"))
+WIDTH, TOKENS, PAD = 8, 1500 if LARGE else 11, 0
 
 
 class Net(nn.Module):
@@ -63,6 +66,10 @@ def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     if LOSS_INSIDE:
         loss, logits = model(tokens, labels)
         assert logits.shape == (*tokens.shape, TOKENS)
+        if LARGE and isinstance(model, pyrannc.RaNNCModule):
+            assert (tokens.shape[1] * TOKENS * 8 > LARGE_OUTPUT) == (tokens.shape[1] > 5)
+            with pytest.raises(StepError, match="was not sent to this rank"):
+                logits.sum()
         return loss
     return nn.functional.cross_entropy(model(tokens).transpose(1, 2), labels)
 
