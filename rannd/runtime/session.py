@@ -298,7 +298,7 @@ class Session:
     def _step(self, executor: Executor, call: Call, rows: tuple[int, ...], share: Share | None) -> Step:
         """Create the step of a call; `rows`: rows per slot."""
         leaves = to_device(call.tensors, self.world.device)
-        step = Step(self._steps, executor.pieces(rows), leaves)
+        step = Step(self._steps, executor.own.pieces(rows), leaves)
         if share is not None:
             step.leaves, step.whole = share.inputs(leaves), leaves
         step.interleaved, step.seed = self._interleaves(executor)

@@ -210,6 +210,7 @@ class ActionKind(enum.Enum):
     REDUCE = "R"
 
 
+COMPUTATIONS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT})
 TRANSFERS = frozenset({ActionKind.SEND_VALUES, ActionKind.RECV_VALUES, ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 SENDS = frozenset({ActionKind.SEND_VALUES, ActionKind.SEND_GRADS})
 OF_GRADIENTS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from rannd.plan.schedule.program import AHEAD, NOWHERE, ActionKind, Program
+from rannd.plan.schedule.program import AHEAD, COMPUTATIONS, NOWHERE, ActionKind, Program
 from rannd.plan.simulate.step_costs import StepCosts
 
 
@@ -20,7 +20,7 @@ def peak_bytes(program: Program, costs: StepCosts, slot: int, *, late: int = 0) 
     layout, actions = program.layout, program.slots[slot]
     stages = layout.stages_of(slot)
     split = {layout.stage_at(slot, action) for action in actions if action.kind is ActionKind.WEIGHT}
-    count = sum(action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT) for action in actions)
+    count = sum(action.kind in COMPUTATIONS for action in actions)
     change = [0] * (count + 1)
     """Change of the bytes held before each computation; the last entry: after all of them."""
     working = [0] * (count + 1)

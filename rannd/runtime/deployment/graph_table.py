@@ -53,8 +53,8 @@ class Graphs:
         self._context = context
         self._known: OrderedDict[int, _Known] = OrderedDict()
         """The most recently used is last."""
-        self._mixed: OrderedDict[tuple[int, ...], Executor] = OrderedDict()
-        """By the number of each slot's graph, of calls in which these differ. The most recently used is last."""
+        self._alike: dict[int, int] = {}
+        """Of each graph that was in one step with others, the number that stands for all that can be."""
         self._most = max(MOST_GRAPHS, 2 * context.world.size)
         self._made = 0
         self._all: WeakSet[Executor] = WeakSet()
@@ -98,20 +98,20 @@ class Graphs:
         known = self._known[numbers[self._world.slot]]
         if len(set(numbers)) == 1:
             return known.executor
-        key = tuple(numbers)
-        if key not in self._mixed:
-            others = [self._known[number].executor for number in numbers]
+        others = [self._known[number].executor for number in numbers]
+        if len({self._alike.get(number, number) for number in numbers}) > 1:
             fits = all(known.executor.own.plays_like(each.own) for each in others)
             if not all(told for (told,) in self._world.gather_numbers([int(fits)])):
                 by_rank = sorted(zip(self._world.rank_of_slot, numbers, strict=True))
                 calls = [of_signature(self._known[number].signature) for _, number in by_rank]
                 raise StepError(f"ranks call the model in different ways: {difference(calls)}; {OTHER_CUT}")
-            self._mixed[key] = known.executor.beside(others)
-            self._all.add(self._mixed[key])
-            if len(self._mixed) > MOST_GRAPHS:
-                self._mixed.popitem(last=False)
-        self._mixed.move_to_end(key)
-        return self._mixed[key]
+            merged = {self._alike.get(number, number) for number in numbers}
+            for number in self._known:
+                if self._alike.get(number, number) in merged:
+                    self._alike[number] = min(merged)
+        found = known.executor.beside(others)
+        self._all.add(found)
+        return found
 
     def add(self, signature: Signature, executor: Executor, state: PythonState) -> int:
         """Add a graph that is valid for `state`; returns its number. Call it in the same order on all ranks."""
@@ -121,7 +121,8 @@ class Graphs:
         self._known[number] = _Known(signature, executor, [(outside(state, traced.leaf_paths), traced.decisions)])
         self._all.add(executor)
         if len(self._known) > self._most:
-            self._known.popitem(last=False)
+            dropped, _ = self._known.popitem(last=False)
+            self._alike.pop(dropped, None)
         return number
 
     def clear(self) -> None:
@@ -129,7 +130,7 @@ class Graphs:
         for executor in self._all:
             executor.closed = True
         self._known.clear()
-        self._mixed.clear()
+        self._alike.clear()
         self._all.clear()
 
     def common(self, told: Sequence[tuple[int, ...]], *, sizes: bool = False) -> tuple[int, ...] | None:

@@ -7,7 +7,6 @@ gradients are held until the script calls backward.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +16,8 @@ from torch.fx import Node
 from rannd.device.autocast import without_autocast
 from rannd.device.reads import read
 from rannd.errors import StepError
-from rannd.plan.schedule.instructions import Instruction, instructions
+from rannd.plan.schedule.instructions import Instruction
 from rannd.plan.schedule.program import TRANSFERS
-from rannd.runtime.binding.microbatches import Pieces
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import (
     Phase,
@@ -31,18 +29,13 @@ from rannd.runtime.comm.lockstep import (
 )
 from rannd.runtime.execution.outputs import join
 from rannd.runtime.execution.played_graph import PlayedGraph
-from rannd.runtime.execution.program_player import ACTS, Live, ProgramPlayer
+from rannd.runtime.execution.program_player import Live, ProgramPlayer
 from rannd.runtime.execution.step import Step
 from rannd.runtime.execution.upstream import Upstream
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.scaling import Factor, scaled
 from rannd.runtime.timeline.recorder import Doing
-
-MOST_SIZES = 64
-"""Maximum number of cached mini-batch sizes."""
-
-_FORWARD, _BACKWARD, _BOTH = "forward", "backward", "both"
 
 
 class Executor:
@@ -71,8 +64,6 @@ class Executor:
         self._totals = own.totals
         self._recorder = context.recorder
         self._player = ProgramPlayer(context, graphs, reducer)
-        self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
-        self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()
 
     def beside(self, others: Sequence[Executor]) -> Executor:
         """Executor of steps in which ranks have graphs of their own: this rank's is this one's.
@@ -80,33 +71,6 @@ class Executor:
         `others`: executors of the graphs of each slot's rank.
         """
         return Executor(self._context, [each.own for each in others], self._reducer, self.anchor)
-
-    # -- sizes ------------------------------------------------------------------------------------------------
-
-    def pieces(self, rows: tuple[int, ...]) -> Pieces:
-        """Microbatches of a call with `rows` rows per slot."""
-        if rows not in self._sizes:
-            self._sizes[rows] = Pieces(self.bound.layout, rows)
-            if len(self._sizes) > MOST_SIZES:
-                self._sizes.popitem(last=False)
-                for graph in self._every:
-                    graph.forget_sizes()
-        return self._sizes[rows]
-
-    def _phase(self, step: Step, phase: str) -> tuple[Instruction, ...]:
-        """Instructions of this slot for a phase, without microbatches that have no rows.
-
-        Where replicas share gradients, they stand by in their computations.
-        """
-        running = tuple(map(bool, step.pieces.rows))
-        if (phase, running) not in self._instructions:
-            chosen = self.bound.traffic_of(inside=step.interleaved).program.phases[phase == _BACKWARD]
-            joint = ACTS if self.bound.meets else ()
-            slots = [[each for each in actions if running[each.piece] or each.kind in joint] for actions in chosen]
-            self._instructions[phase, running] = instructions(slots, self._slot, self.world.transport.posting)
-            if len(self._instructions) > MOST_SIZES:
-                self._instructions.popitem(last=False)
-        return self._instructions[phase, running]
 
     def _overlaps(self, step: Step) -> bool:
         """Whether reductions begin in the last backward of each stage.
@@ -142,7 +106,7 @@ class Executor:
                 live[graph] = graph.bound.interleaved.live
                 step.upstream[graph.bound.interleaved.loss] = [seed] * self.world.size
             self._reducer.set_aside(divided=division != 1)
-        listed = self._phase(step, _BOTH if step.interleaved else _FORWARD)
+        listed = self.own.instructions(step.pieces, inside=step.interleaved, second=False)
         # A call may be in a region of autocast, which segments enter themselves; backward belongs outside of it.
         with without_autocast():
             self._player.play(step, listed, live, reduce=reduce, early=self._overlaps(step), totals=True)
@@ -205,7 +169,7 @@ class Executor:
         if step.interleaved:
             return self._deliver_held_gradients(step, gradients, asked, reduce=reduce, again=again)
         self._reducer.audited = None if step.audit is None else step.audit.reduction
-        listed = self._phase(step, _BACKWARD)
+        listed = self.own.instructions(step.pieces, inside=False, second=True)
         requested = asked is not NOTHING
         graphs = (self.own, *(each for each in self._every if each is not self.own))
         upstream = Upstream(self.world, graphs, step, gradients, reduce=reduce, wanted=requested)

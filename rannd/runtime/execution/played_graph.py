@@ -7,14 +7,17 @@ in the same order, but with values of other sizes (`PlayedGraph.plays_like`).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from rannd.plan.schedule.program import OF_GRADIENTS, Action
+from rannd.plan.schedule.instructions import Instruction, instructions
+from rannd.plan.schedule.program import COMPUTATIONS, OF_GRADIENTS, Action
 from rannd.runtime.binding.bound_graph import BoundGraph
+from rannd.runtime.binding.microbatches import Pieces
 from rannd.runtime.binding.slot_tensors import SlotTensors
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage
@@ -24,6 +27,9 @@ from rannd.runtime.execution.p2p import MessageBuffers, Parcel
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients
 from rannd.runtime.zero.state_home import StateHome
+
+MOST_SIZES = 64
+"""Maximum number of cached mini-batch sizes."""
 
 
 class PlayedGraph:
@@ -64,7 +70,36 @@ class PlayedGraph:
         self.totals = Totals(world, bound.graph, context.averaged, len(bound.layout.stages))
         """Sums over the microbatches of all ranks."""
         self.buffers = MessageBuffers(world.transport)
+        self._posting = world.transport.posting
         self._parcels: dict[tuple[Any, ...], Parcel] = {}
+        self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
+        self._instructions: OrderedDict[tuple[Any, ...], tuple[Instruction, ...]] = OrderedDict()
+
+    def pieces(self, rows: tuple[int, ...]) -> Pieces:
+        """Microbatches of a call with `rows` rows per slot."""
+        if rows not in self._sizes:
+            self._sizes[rows] = Pieces(self.bound.layout, rows)
+            if len(self._sizes) > MOST_SIZES:
+                self._sizes.popitem(last=False)
+                self._parcels.clear()
+        return self._sizes[rows]
+
+    def instructions(self, pieces: Pieces, *, inside: bool, second: bool) -> tuple[Instruction, ...]:
+        """Instructions of this slot for a phase of a call, without microbatches that have no rows.
+
+        Where replicas share gradients, they stand by in their computations. `inside`: backward runs inside of the call,
+        in its only phase. `second`: of two phases the second one, a backward that the script calls.
+        """
+        running = tuple(map(bool, pieces.rows))
+        key = inside, second, running
+        if key not in self._instructions:
+            chosen = self.bound.traffic_of(inside=inside).program.phases[second]
+            joint = COMPUTATIONS if self.bound.meets else ()
+            slots = [[each for each in actions if running[each.piece] or each.kind in joint] for actions in chosen]
+            self._instructions[key] = instructions(slots, self.bound.slot, self._posting)
+            if len(self._instructions) > MOST_SIZES:
+                self._instructions.popitem(last=False)
+        return self._instructions[key]
 
     def parcel(self, action: Action, rows: int, live: frozenset[Node] | None, *, inside: bool) -> Parcel:
         """The values that a transfer moves for a microbatch of `rows` rows.
@@ -81,10 +116,6 @@ class PlayedGraph:
                 nodes = [node for node in nodes if node in live]
             found = self._parcels[key] = Parcel(tuple(nodes), rows)
         return found
-
-    def forget_sizes(self) -> None:
-        """Let go of what was made for numbers of rows."""
-        self._parcels.clear()
 
     def plays_like(self, other: PlayedGraph) -> bool:
         """Whether microbatches of both can be in one step, as far as this rank's stages are concerned."""

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from rannd.plan.schedule.instructions import Instruction
-from rannd.plan.schedule.program import OF_GRADIENTS, SENDS, TRANSFERS, Action, ActionKind
+from rannd.plan.schedule.program import COMPUTATIONS, OF_GRADIENTS, SENDS, TRANSFERS, Action, ActionKind
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.p2p import Exchange, Parcel
 from rannd.runtime.execution.played_graph import PlayedGraph
@@ -17,9 +17,6 @@ from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.timeline.recorder import Doing
-
-ACTS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT})
-
 
 Live = Mapping[PlayedGraph, frozenset[Node]]
 """Nodes of each graph that get a gradient."""
@@ -211,4 +208,4 @@ def _is_half(action: Action) -> bool:
 
 def _computed(listed: Sequence[Instruction]) -> list[Action]:
     """The computations among instructions."""
-    return [each.action for each in listed if each.action is not None and each.action.kind in ACTS]
+    return [each.action for each in listed if each.action is not None and each.action.kind in COMPUTATIONS]
