@@ -108,6 +108,15 @@ class PlainFile:
         with self.writing(file) as opened:
             opened.write(data)
 
+    def ensure_writable(self, file: Path) -> None:
+        """Do all of `write` but replacing the file, before the work whose result is to be written.
+
+        Raises:
+            RanndError: (`error`) As for `write`.
+        """
+        with suppress(_NotReplaced), self.writing(file):
+            raise _NotReplaced
+
     @contextmanager
     def writing(self, file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         """Open a temporary file that replaces `file` when the block ends without an exception.
@@ -145,6 +154,10 @@ class PlainFile:
                 f"the {self.what} cannot be written to {file}: {exc.strerror}; name a file in an existing folder that "
                 "you may write to"
             ) from exc
+
+
+class _NotReplaced(Exception):
+    """Ends `PlainFile.writing` before it replaces the file."""
 
 
 def _is_special(file: Path) -> bool:

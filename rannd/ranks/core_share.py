@@ -48,6 +48,8 @@ def bind(environ: MutableMapping[str, str]) -> None:
     told = environ.pop(CORES_VARIABLE, "")
     number, parts = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
     cores = os.sched_getaffinity(0)
+    if told and not told.isdecimal() and number == "0":
+        print(f"rannc-run: {CORES_VARIABLE}={told!r} is no number: ranks run on all cores, as with 0", file=sys.stderr)
     if not (number.isdecimal() and parts.isdecimal() and str(len(cores)) == told):
         return
     if int(number) < int(parts) <= len(cores) and _are_alike(cores) and not any(map(os.path.exists, _ACCELERATORS)):

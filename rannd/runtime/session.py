@@ -115,6 +115,7 @@ class Session:
         self._retraces = Retraces()
         self._deployer = Deployer(context, self.values)
         self.audits = StepAudits(context)
+        self._measures = MeasuringSettings.of(context)
         self._steps = 0
         self.followers: list[weakref.ref[Follower]] = []
         """What has values for each of the model's tensors; in the same order on all ranks."""
@@ -401,7 +402,7 @@ class Session:
         """Measure the steps of a deployment."""
         key, context = deployed.promise.key, self._context
         planned = Planned(deployed.deployment, deployed.links, job_options(context), key)
-        measuring = StepMeasuring(context, planned, MeasuringSettings.of(context))
+        measuring = StepMeasuring(context, planned, self._measures)
         measuring.gathered.append(deployed.calibration.take)
         return measuring
 

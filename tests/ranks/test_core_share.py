@@ -43,11 +43,32 @@ def test_threads_of_a_core_and_cores_of_a_socket_stay_together(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("told", "rank", "ranks"),
-    [("", "0", "2"), ("7", "0", "2"), ("4", "0", ""), ("4", "x", "2"), ("4", "2", "2"), ("4", "0", "5")],
-    ids=["not told", "another machine, or bound", "not known", "no number", "wrong", "more ranks than cores"],
+    [
+        ("", "0", "2"),
+        ("7", "0", "2"),
+        ("4", "0", ""),
+        ("4", "x", "2"),
+        ("4", "2", "2"),
+        ("4", "0", "5"),
+        ("all", "0", "2"),
+    ],
+    ids=[
+        "not told",
+        "another machine, or bound",
+        "not known",
+        "no number",
+        "wrong",
+        "more ranks than cores",
+        "no cores",
+    ],
 )
 def test_where_a_rank_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str, rank: str, ranks: str
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    told: str,
+    rank: str,
+    ranks: str,
 ) -> None:
     monkeypatch.setattr(core_share, "_CORES", topology(tmp_path, [(0, number) for number in range(4)]))
     bound: list[set[int]] = []
@@ -58,6 +79,7 @@ def test_where_a_rank_is_left_alone(
     bind(environ)
     assert bound == []
     assert CORES_VARIABLE not in environ
+    assert ("RANND_CORES='all' is no number" in capfd.readouterr().err) == (told == "all")
     unbind(environ)
     assert bound == []
     environ = {CORES_VARIABLE: "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

@@ -62,11 +62,20 @@ class MeasuringSettings:
 
     @staticmethod
     def of(context: Context) -> MeasuringSettings:
-        """Return the same settings on all ranks. Collective."""
-        config = context.config
-        here = (config.calibrate_after if context.recorder.on else 0, config.event_trace_file)
-        told = context.world.broadcast_bytes(msgspec.msgpack.encode(here))
-        return MeasuringSettings(*msgspec.msgpack.decode(told, type=tuple[int, str]))
+        """Return the same settings on all ranks. Collective. UsageError on all if the file cannot be written."""
+        config, wrong = context.config, ""
+        if config.event_trace_file and context.world.rank == 0:
+            try:
+                _FILE.ensure_writable(Path(config.event_trace_file))
+            except UsageError as exc:
+                wrong = str(exc)
+        here = (config.calibrate_after if context.recorder.on else 0, config.event_trace_file, wrong)
+        after, file, wrong = msgspec.msgpack.decode(
+            context.world.broadcast_bytes(msgspec.msgpack.encode(here)), type=tuple[int, str, str]
+        )
+        if wrong:
+            raise UsageError(f"event_trace_file (RANNC_EVENT_TRACE_FILE): {wrong}")
+        return MeasuringSettings(after, file)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import nn
 import pyrannc
 from rannd.daemon.client.cache import connect
 from rannd.daemon.common.keys import measured_key
+from rannd.errors import UsageError
 from rannd.plan.measured_step import MeasuredStep, decode_measured
 
 
@@ -162,8 +163,16 @@ def test_a_dump_that_writes_nothing_says_why(
     assert "set event_trace_file (RANNC_EVENT_TRACE_FILE)" in dumped()
     pyrannc.clear()
     assert "no model is deployed" in dumped()
-    monkeypatch.setenv("RANNC_EVENT_TRACE_FILE", str(tmp_path / "none" / "step.json"))
+    folder = tmp_path / "none"
+    monkeypatch.setenv("RANNC_EVENT_TRACE_FILE", str(folder / "step.json"))
+    with pytest.raises(
+        UsageError, match=r"event_trace_file .* the timeline cannot be written to .*: No such file or dir"
+    ):
+        pyrannc.RaNNCModule(Model())
+    folder.mkdir()
     model = pyrannc.RaNNCModule(Model())
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
     train(model, 2)
     assert "ranks [0] have not recorded a whole step" in dumped()
     train(model, 2)
