@@ -12,12 +12,13 @@ _SYNTAX = re.compile(r"(Syntax|Indentation|Tab)Error\b")
 """Errors of the script itself, which come without a traceback."""
 _LIBRARY = re.compile(r"^<|/(site-packages|dist-packages|lib/python3\.\d+)/")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
+NO_WORDS = "-"
 NOTE = "rannd: "
 """Begins notes below an exception, which say where rannd was."""
 
 
 def last_words(tail: str) -> str:
-    """One line from the end of a standard error; "-" if it is empty.
+    """One line from the end of a standard error; NO_WORDS if it is empty.
 
     Of a Python traceback it is the exception, and the last line of the user's code that it went through: the exception
     line is the first one behind the frames that is not indented.
@@ -32,4 +33,4 @@ def last_words(tail: str) -> str:
             own = [each for _, each in frames if not (_LIBRARY.search(each["file"]) or each["file"].startswith(_OWN))]
             place = f" ({os.path.basename(own[-1]['file'])}:{own[-1]['line']})" if own else ""
             return error + place
-    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(NOTE)), "-")
+    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(NOTE)), NO_WORDS)

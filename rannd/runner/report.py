@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from rannd.errors import LaunchError
-from rannd.runner.last_words import last_words
+from rannd.runner.last_words import NO_WORDS, last_words
 from rannd.runner.watch.job_result import JobResult, RankEnd
 
 _SIGNAL_WORDS = {
@@ -118,8 +118,12 @@ def _ranks(ranks: list[int]) -> str:
 
 def _table(ends: list[RankEnd]) -> list[str]:
     rows = [("host", "rank", "pid", "time", "end", "error")]
+    first = ends[-1]
     for end in ends:
         clock = time.strftime("%H:%M:%S", time.localtime(end.time)) + f".{int(end.time % 1 * 1000):03d}"
-        rows.append((end.host, str(end.rank), str(end.pid), clock, _end_words(end), last_words(end.tail)))
+        words = last_words(end.tail)
+        if words != NO_WORDS and end is not first and words == last_words(first.tail):
+            words = f"the same as rank {first.rank}"
+        rows.append((end.host, str(end.rank), str(end.pid), clock, _end_words(end), words))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return ["  " + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]

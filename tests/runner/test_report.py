@@ -68,6 +68,14 @@ def test_the_first_failure_is_last(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text[4:] == ["rannc-run: ended by rannc-run: rank 1", "rannc-run: logs: /logs/run"]
 
 
+def test_an_error_of_several_ranks_is_told_once() -> None:
+    same = "Traceback\nValueError: x\n"
+    ends = [end(2, 1, tail=same), end(0, 1, tail=same), end(1, -9), end(3, -9), end(4, 1, tail="ValueError: y\n")]
+    rows = report(JobResult(ends), "Open MPI", {0, 1, 2, 3, 4}, None).splitlines()[2:]
+    told = [(row.split()[2], row.split("  ")[-1]) for row in rows]
+    assert told == [("4", "ValueError: y"), ("3", "-"), ("1", "-"), ("0", "the same as rank 2"), ("2", "ValueError: x")]
+
+
 def test_a_hidden_ranks_errors_are_repeated() -> None:
     text = report(JobResult([end(1, 1, tail="one\ntwo\n")]), "Open MPI", {0}, None)
     assert text.startswith(
