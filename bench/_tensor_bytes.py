@@ -43,8 +43,8 @@ def regions(wrapped: Any, optimizer: Any) -> dict[str, dict[int, int]]:
 
 def buffer_bytes(wrapped: Any) -> int:
     """Bytes of the message buffers that this rank keeps between steps."""
-    free = [executor._player._buffers._free.values() for executor in wrapped._session._graphs.executors()]
-    return sum(buffer.numel() for sizes in free for same in sizes for buffer in same)
+    free = next(iter(wrapped._session._graphs.executors()))._player._buffers._free  # the same for all
+    return sum(buffer.numel() for same in free.values() for buffer in same)
 
 
 def mapped_files() -> list[range]:

@@ -80,7 +80,8 @@ class RaNNCModule(nn.Module):
             index, or a folder of torch.distributed.checkpoint. In the first call each rank reads its own parameters.
         load_deployment: File written by `save_deployment`, to use instead of planning.
         outputs: Which outputs besides a loss training returns. "auto": all but those of more than 64 KiB per sample
-            that another stage would have to send; using one of these raises StepError. "all": all outputs.
+            that another stage would have to send; using one of these raises StepError. Of calls that differ in sizes
+            alone, the first one decides. "all": all outputs.
         scaler: The script's GradScaler; allows backward to run inside the forward call also under fp16 autocast.
         total_calls: Number of the model's calls in the whole training (evaluation and calls whose gradients are added
             count, too), if the script knows it. With ``replan = "now"`` a better plan is then taken only if the

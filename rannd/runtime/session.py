@@ -261,7 +261,8 @@ class Session:
             agreed = self._known_to_all(call, mode, waits=waits)
         if agreed is None:
             told = self._agree(self._make_graph(call, mode), call, mode, waits=waits)
-            agreed = AgreedCall([number for number, _ in told], [rows for _, rows in told])
+            numbers = self._common(told) or [number for number, _ in told]
+            agreed = AgreedCall(numbers, [rows for _, rows in told])
         return agreed
 
     def _known_to_all(self, call: Call, mode: Mode, *, waits: bool) -> AgreedCall | None:
@@ -270,8 +271,11 @@ class Session:
         told = self._agree(UNKNOWN if stale else self._graphs.find(call, mode), call, mode, waits=waits)
         if any(number == UNKNOWN for number, _ in told):
             return None
-        numbers = self._graphs.common(told, sizes=not self._context.options.shared)
+        numbers = self._common(told)
         return None if numbers is None else AgreedCall(numbers, [rows for _, rows in told])
+
+    def _common(self, told: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
+        return self._graphs.common(told, sizes=not self._context.options.shared)
 
     def _agree(self, number: int, call: Call, mode: Mode, *, waits: bool) -> list[tuple[int, int]]:
         """All-gather (graph, rows) of every rank; StepError if gradients are delayed on some ranks only."""
@@ -331,7 +335,7 @@ class Session:
         return number
 
     def _bind_graphs(self, call: Call, mode: Mode) -> int:
-        """Bind a graph for each of the sizes that ranks pass, the largest first; returns the number of this rank's."""
+        """Bind graphs until each rank has one for its call, the largest call's first; returns the number of its own."""
         varying = self._graphs.varying(call, mode)
         self._arguments.may_be_inputs(varying)
         signature = self._tracing.signature(call, mode)
@@ -343,20 +347,20 @@ class Session:
                 tell_equal_batches(self.world, call.tensors, self._graphs.rows(number, call))
             return number
         amounts = self.world.gather_numbers([sum(tensor.numel() for tensor in call.tensors)])
-        sources = {key: rank for rank, key in reversed(list(enumerate(keys)))}
-        for rank in sorted(sources.values(), key=lambda rank: (-amounts[rank][0], rank)):
+        bound = set[int]()
+        while True:
+            numbers = [number for (number,) in self.world.gather_numbers([self._graphs.find(call, mode)])]
+            self._graphs.note_use(numbers)  # so that binding others drops none of them
+            lacking = [rank for rank, number in enumerate(numbers) if number == UNKNOWN]
+            if not lacking:
+                return numbers[self.world.rank]
+            rank = min(lacking, key=lambda rank: (-amounts[rank][0], rank))
             theirs = from_rank(self.world, call, rank)
-            if self._unknown_anywhere(self._graphs.find(theirs, mode)):
-                if not signature.rows(theirs.tensors):  # nothing can be traced or planned for
-                    self._tracing.refuse_sizes(signature)
-                self._bind_graph(theirs, sized(signature, theirs), varying)
-        number = self._graphs.find(call, mode)
-        if self._unknown_anywhere(number):  # a graph holds for one number of samples, or takes other branches
-            self._tracing.refuse_sizes(signature)
-        return number
-
-    def _unknown_anywhere(self, number: int) -> bool:
-        return any(each == UNKNOWN for (each,) in self.world.gather_numbers([number]))
+            # Nothing can be traced or planned for without samples, and a graph has to hold for the call that it is of.
+            if rank in bound or not signature.rows(theirs.tensors):
+                self._tracing.refuse_sizes(signature)
+            bound.add(rank)
+            self._bind_graph(theirs, sized(signature, theirs), varying)
 
     def _bind_graph(self, call: Call, signature: Signature, varying: dict[str, tuple[Any, Any]]) -> int:
         """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""

@@ -16,10 +16,11 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
 @pytest.mark.parametrize(
     ("ranks", "words", "settings"),
     [
-        (2, "inside", {}),
+        (2, "inside few", {}),
+        (3, "outside branch", {}),
         (2, "outside", STAGES),
         (2, "inside apart large", PIPELINE),
-        (4, "inside apart", {**PIPELINE, "RANNC_TRANSPORT": "strict"}),
+        (4, "inside apart uneven", {**PIPELINE, "RANNC_TRANSPORT": "strict"}),
         (2, "outside apart", {"RANNC_ZERO_STAGE": "3"}),
         *(
             pytest.param(*each, marks=pytest.mark.long)
@@ -32,8 +33,9 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
                 (3, "outside apart", {**PIPELINE, "RANNC_PARTITION_NUM": "3"}),
                 (3, "inside apart", {**PIPELINE, "RANNC_SCHEDULE": "zb_h1"}),
                 (2, "inside apart", {**PIPELINE, "RANNC_SCHEDULE": "gpipe", "RANNC_CHECKPOINTING": "true"}),
-                (4, "inside apart", {**PIPELINE, "RANNC_ZERO_STAGE": "2"}),
-                (4, "outside apart", {**PIPELINE, "RANNC_ZERO_STAGE": "3"}),
+                (4, "inside apart uneven", {**PIPELINE, "RANNC_ZERO_STAGE": "2"}),
+                (4, "inside apart uneven", {**PIPELINE, "RANNC_ZERO_STAGE": "3"}),
+                (2, "inside apart few", {**PIPELINE, "RANNC_OFFLOAD_ACTIVATIONS": "true"}),
                 (2, "inside", {"RANNC_ZERO_STAGE": "2"}),
             ]
         ),

@@ -16,11 +16,11 @@ from rannd.graph.call.unread import Unread
 SAME_CALL = "all ranks have to make the same call"
 SAME_SIZES = (
     "sizes other than the number of samples have to be the same on all ranks here, because the model takes other "
-    "branches for them, or a mini-batch has no samples: pad to a common length"
+    "branches for them, holds for one number of samples, or has no samples to trace it with: pad to a common length"
 )
 OTHER_CUT = (
     "for these sizes the model's stages read other parameters, or exchange other values: pad to a common length, or "
-    "use one stage (partition_num=1)"
+    "use one stage (partition_num=1) without ZeRO 2 and 3"
 )
 LONGEST = 80
 MODE = "mode"

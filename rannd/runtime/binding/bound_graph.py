@@ -115,7 +115,7 @@ def bind(
     segment_owners: Mapping[str, tuple[int, ...]] | None = None,
     *,
     all_outputs: bool = False,
-    missing: Collection[str] | None = None,
+    missing: Collection[int] | None = None,
     compiled: bool = False,
 ) -> BoundGraph:
     """Partition `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph.
@@ -129,7 +129,7 @@ def bind(
         owners: None for the planned graph; for others the stages that hold each parameter and buffer.
         segment_owners: For others, the segments that hold them, numbered through all stages.
         all_outputs: In training, outputs besides the loss are sent to the ranks regardless of their size.
-        missing: Names of those that are not sent, if that is known from a graph of other sizes; None: large ones.
+        missing: Places of those that are not sent, as known from a graph of other sizes; None: large ones are not.
         compiled: The units of which segments are compiled have copies of all that is recomputed.
     """
     planned = owners is None

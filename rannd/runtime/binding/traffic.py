@@ -16,7 +16,10 @@ from rannd.plan.schedule.program import Edge, Layout, Program
 from rannd.plan.schedule.schedules import gpipe, planned_program
 
 LARGE_OUTPUT = 1 << 16
-"""Bytes per row above which an output besides the loss is not sent to the ranks in training, unless requested."""
+"""Bytes per row above which an output besides the loss is not sent to the ranks in training, unless requested.
+
+Of graphs that differ in sizes alone, the first one decides.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def loss_traffic(
     edges: Mapping[Edge, list[Node]],
     *,
     all_outputs: bool,
-    missing: Collection[str] | None,
+    missing: Collection[int] | None,
 ) -> LossTraffic | None:
     """Traffic of a step whose backward runs inside the call; None if the graph does not have exactly one loss, or is
     not trained. `all_outputs`, `missing`: see `bind`."""
@@ -96,7 +99,7 @@ def loss_traffic(
             if missing is None:
                 back = [node for node in nodes if _row_bytes(node, kinds[node]) > LARGE_OUTPUT]
             else:
-                back = [node for node in nodes if node.name in missing]
+                back = [node for node in nodes if node in {graph.traced.results[place] for place in missing}]
             kept_back.update(back)
             nodes = [node for node in nodes if node not in back]
         if nodes:

@@ -27,6 +27,7 @@ from rannd.runtime.deployment.bound_compiling import compile_bound
 from rannd.runtime.deployment.connecting import connect
 from rannd.runtime.deployment.undeploy import Origin
 from rannd.runtime.execution.executor import Executor
+from rannd.runtime.execution.p2p import MessageBuffers
 from rannd.runtime.execution.played_graph import PlayedGraph
 from rannd.runtime.gradients import grad_norm
 from rannd.runtime.gradients.autograd_inputs import Anchor
@@ -81,8 +82,10 @@ class Deployed:
     """Costs of links within a node and between nodes; None: they are not known."""
     calibration: Calibration
     """Learns from its steps."""
-    missing: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Outputs that are not sent to the ranks, by family of signatures, so that it does not depend on sizes."""
+    buffers: MessageBuffers
+    """What messages arrive in."""
+    missing: dict[str, frozenset[int]] = field(default_factory=dict)
+    """Places of the outputs that are not sent to the ranks, by family of signatures: the first sizes decide."""
 
     def begin_call(self, number: int, *, float16: bool) -> None:
         """Prepare a call: take up changes that the script has made to parameters since the last one. Collective."""
@@ -218,6 +221,7 @@ class Deployer:
             graph.coupled is not None,
             links,
             calibration,
+            MessageBuffers(world.transport),
         )
 
     def _held_values(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
@@ -280,8 +284,9 @@ class Deployer:
             compiled=self._config.compile_stages != "off",
         )
         if bound.interleaved is not None:
-            names = frozenset(node.name for node in bound.interleaved.missing)
-            deployed.missing.setdefault(graph.signature.family(), names)
+            kept_back = bound.interleaved.missing
+            places = frozenset(place for place, node in enumerate(graph.traced.results) if node in kept_back)
+            deployed.missing.setdefault(graph.signature.family(), places)
         bound = connect(self._world, bound)
         self._dump(graph, deployed.deployment, bound.stage_of)
         state = deployed.parameters.aliases
@@ -296,7 +301,8 @@ class Deployer:
         if deployed.deployment.offload_activations and graph.signature.mode.grad:
             home = state_home(self._world.device, self._config.offload_dir)
         played = PlayedGraph(self._context, bound, state, deployed.reducer.sharded, seed, compiled, home)
-        return Executor(self._context, [played] * self._world.size, deployed.reducer, deployed.anchor)
+        graphs = [played] * self._world.size
+        return Executor(self._context, graphs, deployed.reducer, deployed.anchor, deployed.buffers)
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
         if self._config.dump_graph and self._world.rank == 0:

@@ -35,6 +35,10 @@ MOST_GRAPHS = 64
 @dataclass(frozen=True)
 class _Known:
     signature: Signature
+    family: str
+    """Equal for signatures that differ in sizes alone."""
+    key: str
+    """Equal for equal signatures."""
     executor: Executor
     ways: list[tuple[PythonState, Decisions | None]]
     """Python states of the model's modules, with the branches that their code takes, for which the graph is valid. The
@@ -118,7 +122,8 @@ class Graphs:
         traced = executor.bound.graph.traced
         self._made += 1
         number = self._made - 1
-        self._known[number] = _Known(signature, executor, [(outside(state, traced.leaf_paths), traced.decisions)])
+        ways = [(outside(state, traced.leaf_paths), traced.decisions)]
+        self._known[number] = _Known(signature, signature.family(), signature.key(), executor, ways)
         self._all.add(executor)
         if len(self._known) > self._most:
             dropped, _ = self._known.popitem(last=False)
@@ -140,13 +145,12 @@ class Graphs:
         of each rank's call. None if ranks take different branches; StepError if they make different calls. The graphs
         become the most recently used ones.
         """
-        for each in dict.fromkeys(each for each, _ in told):  # on all ranks in the same order
-            self._known.move_to_end(each)
+        self.note_use([each for each, _ in told])
         number = next((each for each, rows in told if rows), told[0][0])
         other = next((rank for rank, (each, rows) in enumerate(told) if each != number and rows), None)
         known = self._known[number]
-        signatures = [self._known[each].signature for each, _ in told] if other is not None else []
-        of_sizes = len({each.family() for each in signatures}) == 1 and len({each.key() for each in signatures}) > 1
+        several = {each: self._known[each] for each, _ in told}.values()
+        of_sizes = len({each.family for each in several}) == 1 and len({each.key for each in several}) > 1
         if sizes and of_sizes and all(_share_a_state(self._known[each], known) for each, _ in told):
             return tuple(each for each, _ in told)
         alike = all(
@@ -158,6 +162,12 @@ class Graphs:
             what = difference(calls) or "the Python state of the model's modules differs"
             raise StepError(f"ranks call the model in different ways: {what}; {SAME_SIZES if of_sizes else SAME_CALL}")
         return (number,) * len(told) if other is None else None
+
+    def note_use(self, numbers: Sequence[int]) -> None:
+        """Make graphs the most recently used ones; UNKNOWN is none. Call it with the same numbers on all ranks."""
+        for number in dict.fromkeys(numbers):
+            if number != UNKNOWN:
+                self._known.move_to_end(number)
 
     def twin(self, graph: ModelGraph, state: PythonState) -> int | None:
         """Find a known graph equal to `graph`, although the modules' Python state or branches differ.

@@ -67,7 +67,7 @@ class MeasuringSettings:
         if config.event_trace_file and context.world.rank == 0:
             try:
                 _FILE.ensure_writable(Path(config.event_trace_file))
-            except UsageError as exc:
+            except (UsageError, RuntimeError, ValueError) as exc:  # also of `~nobody` and `/`
                 wrong = str(exc)
         here = (config.calibrate_after if context.recorder.on else 0, config.event_trace_file, wrong)
         after, file, wrong = msgspec.msgpack.decode(
@@ -261,8 +261,8 @@ _latest: StepMeasuring | None = None
 
 def _tell_unwritten(file: str) -> None:
     log.get("RaNNCModule").warning(
-        "No timeline was written to %s (event_trace_file): it is that of step %d after the first one, of those with as "
-        "many rows as were planned for; pyrannc._dump_events() writes that of an earlier one",
+        "No timeline was written to %s (event_trace_file): it is that of step %d after the first one, of those with "
+        "the rows and sizes that were planned for; pyrannc._dump_events() writes that of an earlier one",
         file,
         TRACED,
     )

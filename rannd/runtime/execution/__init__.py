@@ -1,4 +1,4 @@
-"""Execution of one training step of a bound graph.
+"""Execution of one training step.
 
 In: a mini-batch. Out: the outputs of the call, attached to the script's autograd graph. Start with `executor.py`,
 which runs a Program on the graphs that the ranks' mini-batches have (`played_graph.py`): `inputs.py` slices the

@@ -28,8 +28,10 @@ from rannd.runtime.comm.lockstep import (
     unpack_floats,
 )
 from rannd.runtime.execution.outputs import join
+from rannd.runtime.execution.p2p import MessageBuffers
 from rannd.runtime.execution.played_graph import PlayedGraph
 from rannd.runtime.execution.program_player import Live, ProgramPlayer
+from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
 from rannd.runtime.execution.upstream import Upstream
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
@@ -41,10 +43,18 @@ from rannd.runtime.timeline.recorder import Doing
 class Executor:
     """Executes steps; `graphs`: that of the mini-batch of each slot's rank.
 
-    All are the same graph, unless ranks pass different sizes: then see `PlayedGraph.plays_like`.
+    All are the same graph, unless ranks pass different sizes: then see `PlayedGraph.plays_like`. Messages arrive in
+    `buffers`, the same for all executors of a deployment.
     """
 
-    def __init__(self, context: Context, graphs: Sequence[PlayedGraph], reducer: Reducer, anchor: Anchor) -> None:
+    def __init__(
+        self,
+        context: Context,
+        graphs: Sequence[PlayedGraph],
+        reducer: Reducer,
+        anchor: Anchor,
+        buffers: MessageBuffers,
+    ) -> None:
         self.anchor = anchor
         self.world = context.world
         self.own = own = graphs[context.world.slot]
@@ -57,20 +67,22 @@ class Executor:
         self._context = context
         self._graphs = graphs
         self._every = tuple(dict.fromkeys(graphs))
+        self._computing = _computing(graphs, self._every, own)
+        self._buffers = buffers
         self._reducer = reducer
         self._graph = own.bound.graph
         self._slot = own.bound.slot
         self._last = len(own.bound.layout.stages)
         self._totals = own.totals
         self._recorder = context.recorder
-        self._player = ProgramPlayer(context, graphs, reducer)
+        self._player = ProgramPlayer(context, graphs, reducer, buffers)
 
     def beside(self, others: Sequence[Executor]) -> Executor:
         """Executor of steps in which ranks have graphs of their own: this rank's is this one's.
 
         `others`: executors of the graphs of each slot's rank.
         """
-        return Executor(self._context, [each.own for each in others], self._reducer, self.anchor)
+        return Executor(self._context, [each.own for each in others], self._reducer, self.anchor, self._buffers)
 
     def _overlaps(self, step: Step) -> bool:
         """Whether reductions begin in the last backward of each stage.
@@ -90,8 +102,8 @@ class Executor:
         self._reducer.audited = None if step.audit is None else step.audit.reduction
         for graph in self._every:
             graph.tensors.lend()
-            for computing in graph.stages.values():
-                computing.begin()
+        for computing in self._computing:
+            computing.begin()
         self.mini_batch.give(step, self.bound.traffic_of(inside=step.interleaved).leaving.get(-1, ()))
         live: Live | None = None
         # Dividing the seed saves a pass over all gradients at the end; a scaled loss keeps its full scale.
@@ -109,7 +121,9 @@ class Executor:
         listed = self.own.instructions(step.pieces, inside=step.interleaved, second=False)
         # A call may be in a region of autocast, which segments enter themselves; backward belongs outside of it.
         with without_autocast():
-            self._player.play(step, listed, live, reduce=reduce, early=self._overlaps(step), totals=True)
+            self._player.play(
+                step, listed, live, reduce=reduce, early=self._overlaps(step), stages=self._computing, totals=True
+            )
         if step.interleaved:
             assert live is not None
             step.gathered = self._reducer.gathered(reduce=reduce)
@@ -179,15 +193,21 @@ class Executor:
         live = self._live(marked)
         reduce = reduce and wanted
         step.keep = again
-        for graph in self._every:
-            for computing in graph.stages.values():
-                computing.resolve()
+        for computing in self._computing:
+            computing.resolve()
         self.mini_batch.give_seeds(step, gradients, live[self.own])
         if asked is not None:
             self._reducer.set_aside()
         try:
             self._reducer.upstream = upstream
-            self._player.play(step, listed, live, reduce=reduce and asked is None, early=self._overlaps(step))
+            self._player.play(
+                step,
+                listed,
+                live,
+                reduce=reduce and asked is None,
+                early=self._overlaps(step),
+                stages=self._computing,
+            )
             marked, _ = upstream.agreed()
         finally:
             self._reducer.upstream = None
@@ -292,6 +312,18 @@ class Executor:
             if node in found and outputs[place] is None:
                 outputs[place] = found[node]
         return outputs
+
+
+def _computing(graphs: Sequence[PlayedGraph], every: Sequence[PlayedGraph], own: PlayedGraph) -> tuple[Computing, ...]:
+    """This rank's stages of the graphs whose microbatches it computes."""
+    here = set(every)
+    if len(every) > 1:
+        layout, slot = own.bound.layout, own.bound.slot
+        here = {own}
+        for stage in own.stages:
+            at = layout.slots_of(stage)
+            here.update(graphs[piece % layout.world] for piece, computes in enumerate(at) if computes == slot)
+    return tuple(computing for graph in every if graph in here for computing in graph.stages.values())
 
 
 def _communicates(listed: Sequence[Instruction]) -> bool:

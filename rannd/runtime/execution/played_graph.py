@@ -23,7 +23,7 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.inputs import MiniBatch
-from rannd.runtime.execution.p2p import MessageBuffers, Parcel
+from rannd.runtime.execution.p2p import Parcel
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients
 from rannd.runtime.zero.state_home import StateHome
@@ -69,7 +69,6 @@ class PlayedGraph:
         """This rank's inputs and their gradients."""
         self.totals = Totals(world, bound.graph, context.averaged, len(bound.layout.stages))
         """Sums over the microbatches of all ranks."""
-        self.buffers = MessageBuffers(world.transport)
         self._posting = world.transport.posting
         self._parcels: dict[tuple[Any, ...], Parcel] = {}
         self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()

@@ -11,7 +11,7 @@ from torch.fx import Node
 from rannd.plan.schedule.instructions import Instruction
 from rannd.plan.schedule.program import COMPUTATIONS, OF_GRADIENTS, SENDS, TRANSFERS, Action, ActionKind
 from rannd.runtime.comm.context import Context
-from rannd.runtime.execution.p2p import Exchange, Parcel
+from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel
 from rannd.runtime.execution.played_graph import PlayedGraph
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
@@ -23,9 +23,14 @@ Live = Mapping[PlayedGraph, frozenset[Node]]
 
 
 class ProgramPlayer:
-    """Plays the instructions of steps; `graphs`: that of the mini-batch of each slot's rank."""
+    """Plays the instructions of steps; `graphs`: that of the mini-batch of each slot's rank.
 
-    def __init__(self, context: Context, graphs: Sequence[PlayedGraph], reducer: Reducer) -> None:
+    Messages arrive in `buffers`.
+    """
+
+    def __init__(
+        self, context: Context, graphs: Sequence[PlayedGraph], reducer: Reducer, buffers: MessageBuffers
+    ) -> None:
         self._world = world = context.world
         self._recorder = context.recorder
         self._graphs = graphs
@@ -37,7 +42,7 @@ class ProgramPlayer:
         self._home = self._bound.stages[0].number
         """The stage that stands for this rank where an action is of none."""
         self._outside = len(self._bound.layout.stages)
-        self._buffers = own.buffers
+        self._buffers = buffers
 
     def _graph_of(self, piece: int) -> PlayedGraph:
         """The graph of the mini-batch that a microbatch belongs to."""
@@ -51,6 +56,7 @@ class ProgramPlayer:
         *,
         reduce: bool,
         early: bool,
+        stages: Sequence[Computing],
         totals: bool = False,
     ) -> None:
         """Execute instructions.
@@ -61,6 +67,7 @@ class ProgramPlayer:
             live: Nodes that get a gradient, of all graphs; None if not known yet.
             reduce: Gradients of parameters are reduced after it.
             early: And as soon as they are complete.
+            stages: This rank's, of all graphs whose microbatches it computes.
             totals: Begin to sum up the global outputs, unless they are read late.
         """
         forward = Exchange(self._world, self._buffers, gradients=False)
@@ -123,9 +130,8 @@ class ProgramPlayer:
         forward.finish()
         backward.finish()
         recorder.end(Doing.SETTLE, -1, -1, None, begun)
-        for graph in dict.fromkeys(self._graphs):
-            for computing in graph.stages.values():
-                computing.rest()
+        for computing in stages:
+            computing.rest()
         where.stage, where.piece, where.action = self._home, None, None
 
     def _last_of(self, listed: Sequence[Instruction]) -> dict[int, Action]:

@@ -3,10 +3,13 @@
 Each rank compares its losses, gradients and parameters with one process that has the mini-batches of all ranks. Prints
 ``lengths: right`` on each rank.
 
-usage: lengths.py inside|outside [apart] [large] [refused]
+usage: lengths.py inside|outside [apart] [large] [refused] [uneven] [branch] [few]
 inside   the model computes the loss
 apart    results of samples do not depend on each other, so that there can be several microbatches
 large    logits are too large to be sent, for long sequences, and so are not sent for any
+uneven   ranks have different numbers of samples, one of them none at times
+branch   what the model does depends on values, in which ranks with sequences of one length differ
+few      a model keeps few graphs
 refused  long sequences take another layer; with several stages ranks may not pass both
 """
 
@@ -23,11 +26,13 @@ from torch import Tensor, nn
 import pyrannc
 from rannd.errors import StepError
 from rannd.runtime.binding.traffic import LARGE_OUTPUT
+from rannd.runtime.deployment import graph_table
 
 torch.set_default_dtype(torch.float64)
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
 LOSS_INSIDE = sys.argv[1] == "inside"
 APART, LARGE, REFUSED = (word in sys.argv for word in ("apart", "large", "refused"))
+UNEVEN, BRANCH, FEW = (word in sys.argv for word in ("uneven", "branch", "few"))
 WIDTH, TOKENS, PAD = 8, 1500 if LARGE else 11, 0
 
 
@@ -45,6 +50,8 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         hidden = self.encoder(self.embed(tokens), src_key_padding_mask=tokens == PAD)
+        if BRANCH and tokens.max() == TOKENS - 1:
+            hidden = 2 * hidden
         if REFUSED and tokens.shape[1] > 6:
             hidden = self.of_long(hidden)
         logits = self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
@@ -54,12 +61,25 @@ class Net(nn.Module):
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """As many rows on all ranks, of lengths that differ in all steps but the second."""
+    """Rows of lengths that differ between ranks (with `branch` between pairs of ranks) in all steps but the second."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    length = 6 if step == 1 else 4 + (3 * rank + 2 * step) % 7
-    tokens = torch.randint(1, TOKENS, (3, length), generator=generator)
-    tokens[0, length - 2 :] = PAD
-    return tokens, torch.randint(TOKENS, (3, length), generator=generator)
+    length = 6 if step == 1 else 4 + (3 * (rank // 2 if BRANCH else rank) + 2 * step) % 7
+    rows = 3
+    if UNEVEN:
+        rows = 1 + (rank + step) % 4
+        if rank == 1 and step in (3, 6):
+            rows, length = 0, 6
+    tokens = torch.randint(1, TOKENS, (rows, length), generator=generator)
+    tokens[:1, length - 2 :] = PAD
+    return tokens, torch.randint(TOKENS, (rows, length), generator=generator)
+
+
+def weight(rank: int, step: int) -> float:
+    """Share of a rank's loss: a mean that the model computes is over all samples, one of the script over its own."""
+    if not LOSS_INSIDE:
+        return 1 / WORLD
+    rows = [len(batch(each, step)[0]) for each in range(WORLD)]
+    return rows[rank] / sum(rows)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -74,6 +94,8 @@ def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).transpose(1, 2), labels)
 
 
+if FEW:
+    graph_table.MOST_GRAPHS = 3
 torch.manual_seed(1)
 inner = Net()
 reference = copy.deepcopy(inner)
@@ -89,8 +111,10 @@ for step in range(7):
     for rank in range(WORLD):
         for name, value in reference.named_buffers():
             value.copy_(buffers[name])  # each rank begins with rank 0's
+        if not len(batch(rank, step)[0]):
+            continue
         loss = loss_of(reference, *batch(rank, step))
-        (loss / WORLD).backward()
+        (loss * weight(rank, step)).backward()
         mine = loss if rank == RANK else mine
         kept = kept or {name: value.clone() for name, value in reference.named_buffers()}
     for name, value in reference.named_buffers():
