@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -27,9 +27,12 @@ class SlotTensors:
         self._values = values
         self._loans: dict[str, torch.Tensor] = {}
 
-    def find(self, name: str, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The tensor that a stage with these constants reads."""
-        return next(source[name] for source in (self._loans, constants, self.held) if name in source)
+    def find(self, names: Iterable[str], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of these names that a stage with these constants reads."""
+        loans, held = self._loans, self.held
+        return [
+            loans[name] if name in loans else constants[name] if name in constants else held[name] for name in names
+        ]
 
     def lend(self) -> None:
         """Send tensors to the ranks that read but do not hold them. Called at the beginning of a call."""

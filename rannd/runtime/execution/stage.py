@@ -62,7 +62,7 @@ class Computing:
         """Buffers that it writes; no other stage reads them (see Placement.group)."""
         parts = [segment.part for segment in stage.segments]
         self._name_of: dict[int, str] = {}
-        """Name of each tensor of the stage, by its identity."""
+        """Name of each tensor whose gradient comes late, by its identity."""
         self._tensors: list[list[torch.Tensor]] = []
         """The tensors of each segment."""
         self._written_by = [[name for name in self._written if name in set(part.tensors)] for part in parts]
@@ -86,6 +86,7 @@ class Computing:
         ]
         """The segments whose backward comes in two halves, inside of a call."""
         late = Counter(name for half in self._halves if half is not None for name in half.names)
+        self._late = sorted(late)
         self.late_arrivals = {name: late[name] for name in self.arrivals}
         """How often the gradient of each tensor is accumulated in the second half of a backward."""
         self._entering, self._leaving = frozenset(stage.part.inputs), frozenset(stage.part.outputs)
@@ -106,8 +107,8 @@ class Computing:
         """Inputs that each segment writes in place."""
         self._opaque = [any(is_leaf(node) for node in segment.members) for segment in stage.segments]
         """Whether each segment runs code that torch does not see, which may draw of Python's and numpy's generators."""
-        self._before: dict[str, torch.Tensor] = {}
-        """Buffers written by the stage, as they were before the call: every microbatch starts with them."""
+        self._after: dict[str, torch.Tensor] = {}
+        """Buffers as the microbatch that is kept has written them; until the call ends all start with the old ones."""
         results = zip(bound.graph.traced.results, bound.graph.results, strict=True)
         self._summed = [node for node, result in results if result.kind == "global" and node in self._leaving]
         """Its outputs that are summed over all ranks."""
@@ -120,23 +121,26 @@ class Computing:
     # -- tensors ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Prepare the tensors of a call: look them up, and copy written buffers."""
+        """Prepare the tensors of a call."""
         self.resolve()
-        self._before = {name: self._state[name].detach().clone() for name in self._written}
+        self._after = {}
 
     def resolve(self) -> None:
         """Look up the tensor arguments of the segments, in their order."""
         self.rest()  # a phase that has raised an error may have left values that are not those of now
         self._clock = self._world.clock if self._stage.planned_rows else None
-        self._name_of = {id(self._state[name]): name for name in self.late_arrivals if name in self._state}
+        self._name_of = {id(self._state[name]): name for name in self._late}
         self._tensors = [
-            [self._slot_tensors.find(name, self._stage.constants) for name in segment.part.tensors]
-            for segment in self._stage.segments
+            self._slot_tensors.find(segment.part.tensors, self._stage.constants) for segment in self._stage.segments
         ]
 
     def agree_on_buffers(self, step: Step) -> None:
-        """Broadcast the written buffers of the microbatch that is kept to the other replicas of the stage."""
+        """Keep the buffers of one microbatch: broadcast them to the other replicas of the stage."""
         layout, world = self._bound.layout, self._world
+        with torch.no_grad():
+            for name, tensor in self._after.items():
+                self._state[name].copy_(tensor)
+        self._after = {}
         slots = layout.stages[self._stage.number]
         if not self._written or len(slots) < 2:
             return
@@ -160,8 +164,8 @@ class Computing:
         values = {node: step.values.pop((piece, node, stage)) for node in part.inputs}
         if step.audit is not None:
             step.audit.record.values(stage, piece, entered=values)
-            step.audit.record.named("before", stage, tensors=self._before)
-        buffers = {name: tensor.clone() for name, tensor in self._before.items()}
+            step.audit.record.named("before", stage, tensors=self.written())
+        buffers = {name: self._state[name].detach().clone() for name in self._written}
         records = graph.signature.mode.grad
         saved: list[Saved] = []
         laid: dict[Node, torch.Tensor] = {}
@@ -203,9 +207,7 @@ class Computing:
         if records:
             step.saved[piece, stage] = saved
         if piece == step.pieces.first:
-            with torch.no_grad():
-                for name, tensor in buffers.items():
-                    self._state[name].copy_(tensor)
+            self._after = buffers
 
     def backward(self, step: Step, piece: int, live: frozenset[Node]) -> None:
         """Backward of one microbatch, which recomputes forward of segments if so planned."""

@@ -8,6 +8,7 @@ gradients accumulate in the aliases until they are reduced.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -33,6 +34,12 @@ class GradientDtypes(NamedTuple):
     """Between ranks that hold the parameter."""
     given: torch.dtype
     """In ``parameter.grad``."""
+
+
+@functools.cache
+def _gradient_dtypes(given: torch.dtype, asked: str) -> GradientDtypes:
+    reduced = given if asked == "auto" or given.is_complex else getattr(torch, asked)
+    return GradientDtypes(torch.promote_types(given, reduced), reduced, given)
 
 
 class Shared(Protocol):
@@ -209,10 +216,8 @@ class Parameters:
 
         A type that is narrower than the parameter's is for what ranks send alone.
         """
-        tensor, asked = self.tensors[name], self._context.config.reduce_dtype
-        given = tensor.grad_dtype or tensor.dtype
-        reduced = given if asked == "auto" or given.is_complex else getattr(torch, asked)
-        return GradientDtypes(torch.promote_types(given, reduced), reduced, given)
+        tensor = self.tensors[name]
+        return _gradient_dtypes(tensor.grad_dtype or tensor.dtype, self._context.config.reduce_dtype)
 
     @property
     def waits(self) -> bool:
