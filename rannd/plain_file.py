@@ -56,7 +56,7 @@ class PlainFile:
             RanndError: (`error`) The file does not exist, is a symbolic link, is not a regular file, is too large, or
                 is writable for everybody.
         """
-        file = file.expanduser()
+        file = self._expanded(file)
         try:
             descriptor = os.open(file, READING)
             try:
@@ -81,6 +81,12 @@ class PlainFile:
             yield
         except self.error as exc:
             raise self.error(f"{file}: {exc}") from exc
+
+    def _expanded(self, file: Path) -> Path:
+        try:
+            return file.expanduser()
+        except RuntimeError as exc:
+            raise self.error(f"the {self.what} {file}: {exc}; name the file with its whole path") from exc
 
     def _check(self, file: Path, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
@@ -128,7 +134,9 @@ class PlainFile:
         Raises:
             RanndError: (`error`) The file is a symbolic link or a folder, or cannot be written.
         """
-        file = file.expanduser().absolute()
+        file = self._expanded(file).absolute()
+        if not file.name:
+            raise self.error(f"the {self.what} is not written to {file}, a folder; name a file in it")
         if os.path.islink(file):
             raise self.error(
                 f"the {self.what} is not written to {file}, a symbolic link to {os.readlink(file)}; name the file "

@@ -51,6 +51,15 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
+@pytest.mark.parametrize(("name", "words"), [("/", "a folder"), ("~nobody-of-this-name/x", "home directory")])
+def test_a_path_without_a_file_is_an_error_of_the_user(name: str, words: str) -> None:
+    file = Path(name)
+    with pytest.raises(UsageError, match=words):
+        FILE.ensure_writable(file)
+    with pytest.raises(UsageError):
+        FILE.read(file)
+
+
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "letter"
     file.write_bytes(bytes(100))

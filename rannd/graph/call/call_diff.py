@@ -19,8 +19,9 @@ SAME_SIZES = (
     "branches for them, holds for one number of samples, or has no samples to trace it with: pad to a common length"
 )
 OTHER_CUT = (
-    "for these sizes the model's stages read other parameters, or exchange other values: pad to a common length, or "
-    "use one stage (partition_num=1) without ZeRO 2 and 3"
+    "for these sizes the model's stages read other parameters or exchange other values, or an output that is summed "
+    "over the ranks has another size: pad to a common length (where stages are the reason, partition_num=1 without "
+    "ZeRO 2 and 3 does as well)"
 )
 LONGEST = 80
 MODE = "mode"

@@ -92,15 +92,15 @@ def loss_traffic(
     results = list(zip(graph.traced.results, graph.results, strict=True))
     live = live_nodes(graph, tuple(node is loss for node, _ in results))
     kinds = {node: result.kind for node, result in results}
-    kept_back: set[Node] = set()
+    back: set[Node] = set()
+    elsewhere = None if missing is None else {graph.traced.results[place] for place in missing}
     kept: dict[Edge, list[Node]] = {}
     for edge, nodes in edges.items():
         if edge[1] == last and not all_outputs and _moves(layout, edge):
-            if missing is None:
-                back = [node for node in nodes if _row_bytes(node, kinds[node]) > LARGE_OUTPUT]
+            if elsewhere is None:
+                back.update(node for node in nodes if _row_bytes(node, kinds[node]) > LARGE_OUTPUT)
             else:
-                back = [node for node in nodes if node in {graph.traced.results[place] for place in missing}]
-            kept_back.update(back)
+                back.update(elsewhere.intersection(nodes))
             nodes = [node for node in nodes if node not in back]
         if nodes:
             kept[edge] = nodes
@@ -111,7 +111,7 @@ def loss_traffic(
     new = Layout(new.world, new.microbatches, new.stages, new.edges, flowing)
     split = {number for number, planned in enumerate(deployment.stages) if planned.estimate.weight_us > 0}
     traffic = Traffic(planned_program(deployment.schedule, new, split), _sorted(kept))
-    return LossTraffic(traffic, loss, live, frozenset(kept_back))
+    return LossTraffic(traffic, loss, live, frozenset(back))
 
 
 def _sorted(edges: Mapping[Edge, list[Node]]) -> dict[Edge, tuple[Node, ...]]:
