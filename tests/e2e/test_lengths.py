@@ -19,7 +19,7 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
         (2, "inside few", {}),
         (3, "outside branch", {}),
         (2, "outside", STAGES),
-        (2, "inside apart large", PIPELINE),
+        (2, "inside apart large cut", PIPELINE),
         (4, "inside apart uneven", {**PIPELINE, "RANNC_TRANSPORT": "strict"}),
         (2, "outside apart", {"RANNC_ZERO_STAGE": "3"}),
         *(

@@ -3,13 +3,14 @@
 Each rank compares its losses, gradients and parameters with one process that has the mini-batches of all ranks. Prints
 ``lengths: right`` on each rank.
 
-usage: lengths.py inside|outside [apart] [large] [refused] [uneven] [branch] [few]
+usage: lengths.py inside|outside [apart] [large] [refused] [uneven] [branch] [few] [cut]
 inside   the model computes the loss
 apart    results of samples do not depend on each other, so that there can be several microbatches
 large    logits are too large to be sent, for long sequences, and so are not sent for any
 uneven   ranks have different numbers of samples, one of them none at times
 branch   what the model does depends on values, in which ranks with sequences of one length differ
 few      a model keeps few graphs
+cut      the second stage begins with an operator without parameters
 refused  long sequences take another layer; with several stages ranks may not pass both
 """
 
@@ -32,7 +33,7 @@ torch.set_default_dtype(torch.float64)
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
 LOSS_INSIDE = sys.argv[1] == "inside"
 APART, LARGE, REFUSED = (word in sys.argv for word in ("apart", "large", "refused"))
-UNEVEN, BRANCH, FEW = (word in sys.argv for word in ("uneven", "branch", "few"))
+UNEVEN, BRANCH, FEW, CUT = (word in sys.argv for word in ("uneven", "branch", "few", "cut"))
 WIDTH, TOKENS, PAD = 8, 1500 if LARGE else 11, 0
 
 
@@ -43,6 +44,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(TOKENS, WIDTH, padding_idx=PAD)
         self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.cut = pyrannc.CutPoint() if CUT else nn.Identity()
         self.norm = nn.GroupNorm(2, WIDTH) if APART else nn.BatchNorm1d(WIDTH)
         self.of_long = nn.Linear(WIDTH, WIDTH) if REFUSED else nn.Identity()
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
@@ -50,6 +52,7 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         hidden = self.encoder(self.embed(tokens), src_key_padding_mask=tokens == PAD)
+        hidden = torch.tanh(self.cut(hidden))
         if BRANCH and tokens.max() == TOKENS - 1:
             hidden = 2 * hidden
         if REFUSED and tokens.shape[1] > 6:
