@@ -4,8 +4,9 @@ What ranks of a node share (memory, caches) is then as busy as in a step. Other 
 all parts are spread over time, and what varies much gets more turns, as far as a time budget goes::
 
     look at each part    bytes kept, row counts that fit, about how long it takes
-    3 turns              each part, beside each other rank; few runs of long parts, more of short ones
-    more turns           parts that vary, for as long as the first ones took
+    2 turns              each part, beside each other rank; few runs of long parts, more of short ones
+    a third one          parts whose first two differ by what matters for the sum over all parts
+    more turns           of these, parts that vary, for as long as the first ones took
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from rannd.profile.measure import FEWEST_RUNS, Meet, ProfiledPart, ProfileInputs
 from rannd.profile.points import Measured
 from rannd.profile.samples import Turn, counted
 
-TURNS = 3
-"""Number of turns of each part."""
+FEWEST_TURNS, TURNS = 2, 3
+"""Number of turns of each part: where they differ by at most `EQUAL` of the time of all parts, and where by more."""
+EQUAL = 0.002
 LONG_S = 2.0
 """Total seconds of a part's turns after which it has no others, unless it varies."""
 RUN_US = 10_000.0
@@ -35,7 +37,7 @@ RUN_US = 10_000.0
 MOST_RUNS = 5
 """but not more runs than these, nor less than `FEWEST_RUNS`."""
 EXTRA_S = 1.0
-"""Seconds for turns of parts that vary; for large models as long as the first turns took, if that is more."""
+"""Seconds for turns of parts that vary; for large models half as long as the first turns took, if that is more."""
 MOST_TURNS = 12
 """Maximum number of turns."""
 
@@ -87,6 +89,7 @@ def measure_missing(
     sample: ProfileInputs,
     ranks: Ranks,
     tell: Callable[[float], None] | None = None,
+    often: Mapping[str, int] | None = None,
 ) -> dict[str, Measured]:
     """Measure the blocks in `missing`, each on one of the nodes, and return the results on all ranks.
 
@@ -98,6 +101,7 @@ def measure_missing(
         sample: Inputs and parameters for the measurements.
         ranks: This rank and the others.
         tell: Called with the fraction of the measurements that is done.
+        often: How often each block is in the model, by hash; None: once. It says how exact its times have to be.
     """
     if not missing:
         return {}
@@ -120,9 +124,8 @@ def measure_missing(
         return max(each.seconds for each in every)
 
     count = len(mine) * (1 + TURNS)
-    with Progress(
-        "GraphProfiler", "Measured {done} of {total} parts", count, shown=ranks.node == ranks.local == 0, tell=tell
-    ) as progress:
+    text, shown = "Measuring the parts of the model: {done} of {total} turns", ranks.node == ranks.local == 0
+    with Progress("GraphProfiler", text, count, shown=shown, tell=tell) as progress:
         parts = _prepared(mine, part_of, sample, ranks)
         looked: dict[str, Measured] = {}
         for key in mine:
@@ -132,8 +135,8 @@ def measure_missing(
         exchange(looked, {})
         spent = enough = 0.0
         for number in range(MOST_TURNS):
-            chosen = _chosen(first, turns, number)
-            if not chosen or (number >= TURNS and spent > enough + max(EXTRA_S, enough)):
+            chosen = _chosen(first, turns, often or {}, number)
+            if not chosen or (number >= TURNS and spent > enough + max(EXTRA_S, enough / 2)):
                 break
             own: dict[str, Turn] = {}
             for key in mine:
@@ -168,15 +171,21 @@ def _prepared(
     return {key: ProfiledPart(given[key][0], sample, given[key][1]) for key in keys}
 
 
-def _chosen(first: Mapping[str, Measured], turns: Mapping[str, Sequence[Turn]], number: int) -> set[str]:
+def _chosen(
+    first: Mapping[str, Measured], turns: Mapping[str, Sequence[Turn]], often: Mapping[str, int], number: int
+) -> set[str]:
     """Return the parts that have a turn, the same on all ranks: all in the first ones, then those that vary."""
     if number == 0:
         return set(turns)
+    points = {key: counted(first[key], before).points for key, before in turns.items()}
+    weight = {key: often.get(key, 1) * each[-1].us for key, each in points.items()}
+    total = sum(weight.values())
     found = set()
     for key, before in turns.items():
-        varies = any(point.is_noisy for point in counted(first[key], before).points)
+        differs = max(point.spread for point in points[key]) * weight[key] > EQUAL * total
+        varies = any(point.is_noisy for point in points[key])
         short = sum(turn.seconds for turn in before) < LONG_S
-        if varies or (short and number < TURNS):
+        if (number < FEWEST_TURNS and (short or varies)) or (differs and (varies or (short and number < TURNS))):
             found.add(key)
     return found
 
@@ -184,8 +193,7 @@ def _chosen(first: Mapping[str, Measured], turns: Mapping[str, Sequence[Turn]], 
 def _runs(first: Measured) -> dict[int, int]:
     """Return how often to run each row count in a turn."""
     return {
-        point.rows: min(max(math.ceil(RUN_US / max(point.forward_us + point.backward_us, 1.0)), FEWEST_RUNS), MOST_RUNS)
-        for point in first.points
+        point.rows: min(max(math.ceil(RUN_US / max(point.us, 1.0)), FEWEST_RUNS), MOST_RUNS) for point in first.points
     }
 
 

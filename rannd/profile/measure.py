@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import ceil
+from math import ceil, prod
 from typing import Any, TypeAlias
 
 import torch
@@ -91,6 +91,10 @@ class ProfileInputs:
                     return there
         return _synthetic(shape, traced.dtype, self.device).requires_grad_(node in self.gradients)
 
+
+NUMBERS = 1 << 14
+"""Number of random numbers that synthetic values repeat."""
+_numbers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 FEWEST_RUNS = 2
 """Minimum of runs in a turn. Parts that have more are so short that it matters whether their code is in caches."""
@@ -444,12 +448,21 @@ def finish() -> None:
     """Free the memory that measuring keeps between parts."""
     caches.release()
     timing.release()
+    _numbers.clear()
 
 
 def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return small positive numbers (a variance must not be negative); zeros for integers, True for masks."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.rand(shape, device=device, dtype=torch.float32).mul_(0.04).add_(0.01).to(dtype)
+        # Copies of a few: to draw all of them, for each run, takes longer than many parts.
+        if (dtype, device) not in _numbers:
+            _numbers[dtype, device] = torch.rand(NUMBERS, device=device).mul_(0.04).add_(0.01).to(dtype)
+        numbers = _numbers[dtype, device]
+        found = torch.empty(prod(shape), dtype=dtype, device=device)
+        whole = found.numel() - found.numel() % NUMBERS
+        found[:whole].view(-1, NUMBERS).copy_(numbers)
+        found[whole:].copy_(numbers[: found.numel() - whole])
+        return found.view(shape)
     if dtype == torch.bool:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)

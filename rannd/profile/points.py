@@ -38,9 +38,14 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     """How far apart the measured times were, relative to them: see `rannd.profile.samples`."""
 
     @property
+    def us(self) -> float:
+        """Forward and backward."""
+        return self.forward_us + self.backward_us
+
+    @property
     def is_noisy(self) -> bool:
         """Whether it should be measured again, as other processes may have spoilt it."""
-        return self.spread > NOISY and self.spread * (self.forward_us + self.backward_us) > NOISY_US
+        return self.spread > NOISY and self.spread * self.us > NOISY_US
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,7 @@ import gc
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,7 @@ from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part, extract
 from rannd.profile import block_costs
 from rannd.profile import measure as measuring
-from rannd.profile.block_costs import ALONE, MOST_TURNS, TURNS, Ranks, block_part, measure_alone, measure_missing
+from rannd.profile.block_costs import ALONE, FEWEST_TURNS, MOST_TURNS, Ranks, block_part, measure_alone, measure_missing
 from rannd.profile.costs import BlockCost
 from rannd.profile.measure import ProfiledPart, ProfileInputs, finish
 from rannd.profile.points import Measured, is_plausible
@@ -390,7 +391,7 @@ def test_all_ranks_of_a_node_measure_the_same_part_at_the_same_moment() -> None:
     assert set(first) == set(ops)
     keys = list(ops)
     assert made == [[keys[0], keys[2], keys[1]], [keys[1], keys[0], keys[2]]], "compiled code is made once"
-    assert lockstep.met[0] == lockstep.met[1] > len(ops) * 2 * TURNS
+    assert lockstep.met[0] == lockstep.met[1] > len(ops) * 2 * FEWEST_TURNS
 
 
 def test_nodes_share_the_parts() -> None:
@@ -467,3 +468,34 @@ def test_a_part_that_varies_has_more_turns_and_says_so(
     assert count == MOST_TURNS
     assert point.is_noisy
     assert "The times of 1 of 1 parts vary by more than 5 %" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("factor", "often", "third"),
+    [(1.0, 1, False), (1.04, 1, False), (1.04, 100, True)],
+    ids=["equal", "a small part", "often"],
+)
+def test_a_third_turn_where_two_differ_by_what_matters(
+    factor: float, often: int, third: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, graph, sample = small_graph()
+    layers = layers_of(graph)
+    ops = dict(zip(block_hashes(graph.task, layers), layers, strict=True))
+    small, *_ = ops
+    names = {key: f"part{number}" for number, key in enumerate(ops)}
+    counts: Counter[str] = Counter()
+
+    class Timed(ProfiledPart):
+        def __init__(self, part: Part, *given: Any) -> None:
+            super().__init__(part, *given)
+            self.name = type(part.module).__name__
+
+        def turn(self, runs: Mapping[int, int], meet: Callable[[], None]) -> Turn:
+            us = 100.0 * factor ** counts[self.name] if self.name == names[small] else 10_000.0
+            counts[self.name] += 1
+            return Turn({rows: RowSamples((Sample(us),) * 3, (Sample(us),) * 3) for rows in runs}, (), 0.01)
+
+    monkeypatch.setattr(block_costs, "ProfiledPart", Timed)
+    parts = {key: block_part(graph, each, names[key]) for key, each in ops.items()}
+    measure_missing(dict.fromkeys(ops, (4,)), lambda key: (parts[key], ()), sample, ALONE, often={small: often})
+    assert counts == {name: 3 if third and key == small else 2 for key, name in names.items()}

@@ -57,10 +57,13 @@ class MeasuredParts:
                 found[number].append(tuple(op for op in part if owner.get(op) == number))
         return found
 
-    def wanted(self, sets: Sequence[Ops]) -> dict[str, Ops]:
-        """All different parts of sets of operators, by hash."""
+    def wanted(self, sets: Sequence[Ops]) -> dict[str, list[Ops]]:
+        """All parts of sets of operators, by hash: those with the same one are alike."""
         parts = [ops for each in self.of(sets) for ops in each]
-        return dict(zip(self.hashes(parts), parts, strict=True))
+        found: dict[str, list[Ops]] = {}
+        for each, ops in zip(self.hashes(parts), parts, strict=True):
+            found.setdefault(each, []).append(ops)
+        return found
 
     def costs(
         self, blocks: Sequence[Block], profile: Mapping[str, Measured], most: int, correction: Correction

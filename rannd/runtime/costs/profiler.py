@@ -158,13 +158,13 @@ class Measuring:
 
     def measure_all(self, plans: Iterable[Sequence[Block]]) -> None:
         """Measure the blocks of several plans, at row counts that suffice for any smaller mini-batch. Collective."""
-        wanted: dict[str, Ops] = {}
+        wanted: dict[str, list[Ops]] = {}
         for blocks in plans:
             wanted |= self.parts.wanted([block.ops for block in blocks])
         self._measure(wanted, everything=True)
 
-    def _measure(self, wanted: Mapping[str, Ops], *, everything: bool) -> None:
-        """Complete `profile` by the measurements of `wanted` (operators, by hash). Collective."""
+    def _measure(self, wanted: Mapping[str, Sequence[Ops]], *, everything: bool) -> None:
+        """Complete `profile` by the measurements of `wanted` (operators of equal parts, by hash). Collective."""
         client = self._context.cache.client
         self.profile = msgspec.msgpack.decode(
             self._world.broadcast_bytes(msgspec.msgpack.encode(self._known(wanted))), type=dict[str, Measured]
@@ -182,7 +182,7 @@ class Measuring:
         values, sample = self._graph.task.values, self._sample()
 
         def part_of(each: str) -> tuple[Part, list[str]]:
-            ops = wanted[each]
+            ops = wanted[each][0]
             names = [values[value].name for value in crossing(self._graph.task, [ops])[0]]
             part = block_part(self._graph, ops, f"Block{ops[0]}")
             if self._compiled is not None:  # before the clock runs
@@ -202,6 +202,7 @@ class Measuring:
                 meet=self._world.meet_on_node,
             ),
             self.tell,
+            often={each: len(wanted[each]) for each in missing},
         )
         joined = {each: found.joined(self.profile.get(each)) for each, found in measured.items()}
         self.profile.update(joined)

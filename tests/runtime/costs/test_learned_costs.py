@@ -43,8 +43,8 @@ def parts() -> MeasuredParts:
 def profile(parts: MeasuredParts) -> dict[str, Measured]:
     """1,000 and 2,000 us of products, 100 and 300 us of sums; 10 us to accumulate."""
     found = {}
-    for key, ops in parts.wanted([tuple(range(8))]).items():
-        times = (1000.0, 2000.0) if parts.task.ops[ops[0]].target == "aten::linear" else (100.0, 300.0)
+    for key, alike in parts.wanted([tuple(range(8))]).items():
+        times = (1000.0, 2000.0) if parts.task.ops[alike[0][0]].target == "aten::linear" else (100.0, 300.0)
         few = Point(ROWS // 4, 0.4 * times[0], 0.5 * times[1], 0.0, 0.0)
         found[key] = Measured((few, Point(ROWS, *times, 0.0, 0.0)), add_us=10.0)
     return found
