@@ -15,8 +15,9 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import psutil
 import torch
@@ -34,7 +35,10 @@ CHUNK = 1 << 30
 """Bytes by which the file grows at most, but for larger tensors."""
 _COLD = 20
 """MADV_COLD of Linux 5.4, which Python's mmap has no name for: pages to be taken before others."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+_Room: TypeAlias = tuple[mmap.mmap, int, int]
+"""A chunk, and the first byte and the number of bytes in it."""
 
 
 class MappedFile(StateHome):
@@ -53,8 +57,10 @@ class MappedFile(StateHome):
         self._end = self._used = self._room = 0
         """Bytes of the file; of its last chunk, used and all."""
         self._chunk: mmap.mmap | None = None
-        self._pages: dict[str, list[tuple[mmap.mmap, int, int]]] = {}
-        """Of each parameter: the chunks, and what of them (bytes), that its state has been given."""
+        self._pages: dict[str, list[_Room]] = {}
+        """Of each parameter: the whole pages that its state is in."""
+        self._free: defaultdict[int, list[_Room]] = defaultdict(list)
+        """Room that was lent and is free again, by size."""
         self._making = ""
         self._trims = True
         """Whether malloc has memory of tensors that went to the file; at first, of tracing and profiling."""
@@ -67,19 +73,18 @@ class MappedFile(StateHome):
         return tensor if tensor.nbytes < LEAST_OFFLOADED else self.lay(tensor)
 
     def lay(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A file of its own, which goes with its memory.
-        with self._told(tensor.nbytes), tempfile.TemporaryFile(dir=self._folder) as file:
-            self._take(file, 0, tensor.nbytes)
-            # Python's mmap would keep a descriptor for each, of which there may be too few.
-            path, size = f"/proc/self/fd/{file.fileno()}", tensor.numel()
-            try:
-                found = torch.from_file(path, shared=True, size=size, dtype=tensor.dtype)
-            except RuntimeError as exc:  # which reads as if the device had too little memory
-                raise UsageError(
-                    f"offload_dir={self._folder}: {amount(tensor.nbytes)} more of what is offloaded cannot be mapped "
-                    f"({exc}); each tensor is a mapping, of which a process may have vm.max_map_count"
-                ) from exc
+        room = self._lent(tensor.nbytes)
+        found = torch.frombuffer(room, dtype=tensor.dtype, count=tensor.numel())
         return torch.as_strided(found, tensor.shape, dense_stride(tensor)).copy_(tensor)
+
+    def _lent(self, need: int) -> memoryview:
+        """Room in the file, as long as the memory of a tensor that is made of it lives."""
+        sizes = [size for size, free in self._free.items() if size >= need and free]
+        # Room that was lent before: to ask the disk for more takes long where others write to it.
+        chunk, start, size = self._free[min(sizes)].pop() if sizes else self._taken(need)
+        view = memoryview(chunk)[start : start + need]
+        weakref.finalize(view, self._free[size].append, (chunk, start, size)).atexit = False
+        return view
 
     def coming(self, laid: Iterable[torch.Tensor]) -> None:
         pass
@@ -109,29 +114,37 @@ class MappedFile(StateHome):
         pass
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        need = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if self._chunk is None or self._used + need > self._room:
-            self._grow(need)
-        assert self._chunk is not None
-        count, start = tensor.numel(), self._used
-        flat = torch.frombuffer(self._chunk, dtype=tensor.dtype, count=count, offset=start)
-        self._used += need
+        chunk, start, size = self._taken(tensor.nbytes)
         first = start - start % mmap.PAGESIZE
-        self._pages.setdefault(self._making, []).append((self._chunk, first, start + need - first))
-        return flat.view(tensor.shape)
+        self._pages.setdefault(self._making, []).append((chunk, first, start + size - first))
+        return torch.frombuffer(chunk, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+
+    def _taken(self, need: int) -> _Room:
+        """Room in the file that nothing has been in."""
+        size = -(-need // ALIGNMENT) * ALIGNMENT
+        if self._chunk is None or self._used + size > self._room:
+            self._grow(size)
+        assert self._chunk is not None
+        start = self._used
+        self._used += size
+        return self._chunk, start, size
 
     def _grow(self, need: int) -> None:
-        size = max(need, min(CHUNK, max(self._end, 1 << 20)))
-        size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        with self._told(size):
-            self._take(self._file, self._end, size)
+        need, size = (
+            -(-each // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            for each in (need, max(need, min(CHUNK, max(self._end, 1 << 20))))
+        )
+        # Room on the disk: a page without would be a SIGBUS when it is written.
+        with self._told(need):
+            try:
+                os.posix_fallocate(self._file.fileno(), self._end, size)
+            except OSError as exc:
+                if exc.errno not in _FULL or size == need:
+                    raise
+                size = need
+                os.posix_fallocate(self._file.fileno(), self._end, size)
             self._chunk = mmap.mmap(self._file.fileno(), size, offset=self._end)
         self._end, self._used, self._room = self._end + size, 0, size
-
-    @staticmethod
-    def _take(file: IO[bytes], start: int, size: int) -> None:
-        """Take room on the disk for bytes of a file: a page without would be a SIGBUS when it is written."""
-        os.posix_fallocate(file.fileno(), start, size)
 
     @contextlib.contextmanager
     def _told(self, size: int) -> Iterator[None]:
@@ -140,7 +153,7 @@ class MappedFile(StateHome):
             yield
         except OSError as exc:
             what, advice = f"{amount(size)} more cannot be had ({exc.strerror})", ""
-            if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if exc.errno in _FULL:
                 free = shutil.disk_usage(self._folder).free
                 what = (
                     f"no room for {amount(size)} more of what is offloaded, beside {amount(self._end)} of this file "

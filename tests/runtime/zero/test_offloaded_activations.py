@@ -162,13 +162,20 @@ def test_masks_of_dropout_are_those_of_recomputing_in_memory(
     assert all(map(torch.equal, values.values(), others.values()))
 
 
-def test_nothing_is_left_of_a_step_and_evaluation_brings_nothing_away(laid: Counter[str], tmp_path: Path) -> None:
+def _mappings(folder: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text("utf-8").splitlines() if str(folder) in line]
+
+
+def test_further_steps_take_nothing_more_and_evaluation_nothing(laid: Counter[str], tmp_path: Path) -> None:
     model = Blocks()
     optimizer = _adam(model)
     wrapped = pyrannc.RaNNCModule(model, optimizer)
     _train(wrapped, optimizer)
     assert laid["lay"]
-    assert str(tmp_path / "offload") not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    taken = _mappings(tmp_path / "offload")
+    assert taken
+    _train(wrapped, optimizer)
+    assert _mappings(tmp_path / "offload") == taken, "steps use the same room"
     assert list((tmp_path / "offload").iterdir()) == []
     laid.clear()
     with torch.no_grad():
@@ -220,15 +227,45 @@ def test_what_was_brought_for_a_backward_that_failed_is_not_of_the_next_one() ->
     assert float(home.back(one).sum()) == 6.0
 
 
-def test_more_mappings_than_a_process_may_have_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_room_in_the_file_is_used_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home = MappedFile(str(tmp_path))
+    made = []
+    real = os.posix_fallocate
 
-    def full(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("unable to mmap 8 bytes from file: Cannot allocate memory (12)")
+    def allocate(file: int, start: int, size: int) -> None:
+        made.append(size)
+        real(file, start, size)
 
-    monkeypatch.setattr(torch, "from_file", full)
-    with pytest.raises(UsageError, match=r"cannot be mapped .*vm.max_map_count"):
-        home.lay(torch.ones(3))
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    held: list[torch.Tensor] = []
+    for step in range(6):
+        sizes = (300_000, 100_000, 200_000, 250_000)[: 4 - step % 2]  # floats; the odd steps have no quarter million
+        laid = [home.lay(torch.full((size,), float(size + step))) for size in sizes]
+        views = [each.view(-1, 4).t() for each in laid]
+        held = [*held[1:], laid[-1].view(-1)[:7]]  # a view keeps the room of one a step longer
+        del laid
+        for size, view in zip(sizes, views, strict=True):
+            assert view.unique().tolist() == [size + step], "nothing else has been written there"
+        assert held[0].unique().numel() == 1
+        if step == 2:
+            made.clear()
+    assert not made
+
+
+def test_room_for_less_than_wished_suffices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home, most = MappedFile(str(tmp_path)), 8192
+    real = os.posix_fallocate
+
+    def allocate(file: int, start: int, size: int) -> None:
+        if start + size > most:
+            raise OSError(28, "No space left on device")
+        real(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    laid = [home.lay(torch.full((1000,), float(number))) for number in range(2)]
+    assert [each.unique().tolist() for each in laid] == [[0.0], [1.0]]
+    with pytest.raises(UsageError, match=r"no room for 4 KiB more"):
+        home.lay(torch.ones(1000))
 
 
 def test_it_needs_no_optimizer() -> None:

@@ -222,7 +222,7 @@ def test_a_full_disk_is_told_with_folder_and_sizes(monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UsageError, match=rf"offload_dir={tmp_path}: no room for 1 MiB .*No space left.*are free"):
+    with pytest.raises(UsageError, match=rf"offload_dir={tmp_path}: no room for 4 KiB .*No space left.*are free"):
         made.keep("weight", {"moment": torch.zeros(10)}, 10)
 
 
