@@ -26,10 +26,7 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
             pytest.param(*each, marks=pytest.mark.long)
             for each in [
                 (3, "outside apart", {**PIPELINE, "RANNC_PARTITION_NUM": "3"}),
-                (3, "inside apart", {**PIPELINE, "RANNC_SCHEDULE": "zb_h1"}),
-                (2, "inside apart", {**PIPELINE, "RANNC_SCHEDULE": "gpipe", "RANNC_CHECKPOINTING": "true"}),
                 (4, "inside apart uneven", {**PIPELINE, "RANNC_ZERO_STAGE": "2"}),
-                (4, "inside apart uneven", {**PIPELINE, "RANNC_ZERO_STAGE": "3"}),
                 (2, "inside apart few", {**PIPELINE, "RANNC_OFFLOAD_ACTIVATIONS": "true"}),
             ]
         ),
@@ -38,6 +35,9 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
             for each in [
                 (2, "outside", {}),
                 (2, "inside apart", PIPELINE),
+                (3, "inside apart", {**PIPELINE, "RANNC_SCHEDULE": "zb_h1"}),
+                (2, "inside apart", {**PIPELINE, "RANNC_SCHEDULE": "gpipe", "RANNC_CHECKPOINTING": "true"}),
+                (4, "inside apart uneven", {**PIPELINE, "RANNC_ZERO_STAGE": "3"}),
                 (3, "outside", {"RANNC_ZERO_STAGE": "1"}),
                 (3, "inside", {"RANNC_TRANSPORT": "strict"}),
                 (2, "inside", STAGES),
