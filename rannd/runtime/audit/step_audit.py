@@ -16,6 +16,7 @@ from rannd.device.generators import drawing_from, kept_generators, other_states
 from rannd.device.reads import read
 from rannd.errors import AuditError
 from rannd.graph.tracing.leaf_recorder import preserved
+from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.audit.auditor import Auditor
 from rannd.runtime.audit.differences import Differs
 from rannd.runtime.audit.origins import StepFacts
@@ -100,7 +101,7 @@ class StepAudit:
             reduced: Whether gradients were reduced.
 
         Raises:
-            AuditError: Something differs; on all ranks.
+            AuditError: Something differs, or the replay raised an error; on all ranks.
         """
         if self.done:
             return
@@ -128,19 +129,32 @@ class StepAudit:
         exchange = RecordExchange(world, self._find)
         where, before = world.watch.where, world.watch.where.preparing
         text: bytes | None = None
+        cause: Exception | None = None
         with world.watch.inside("audit"), _untouched():
             where.preparing = True  # the watchdog has to wait for rank 0
             if world.rank:
                 exchange.serve()
             else:
-                text = self._verdict(facts, exchange, begun).encode()
+                try:
+                    verdict = self._verdict(facts, exchange, begun)
+                except Exception as exc:
+                    verdict, cause = self._failed(exc), exc
+                text = verdict.encode()
                 exchange.done()
             where.preparing = before
             text = world.broadcast_bytes(text)
         self.record.clear()
         if text:
-            raise AuditError(text.decode())
+            raise AuditError(text.decode()) from cause
         self.equal = True
+
+    def _failed(self, exc: Exception) -> str:
+        """What is told of an error in the replay."""
+        advice = " (a smaller mini-batch may fit)" if is_out_of_memory(exc) else ""
+        return (
+            f"step {self.number} could not be replayed on rank 0{advice}: {type(exc).__name__}: {exc}. The step "
+            "itself ran; without verify_step (rannc-run --verify) training goes on after it"
+        )
 
     def refuse(self, why: str) -> None:
         """Tell that the step is not audited, and let go of what was kept of it."""

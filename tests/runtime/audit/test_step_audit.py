@@ -194,6 +194,38 @@ def test_a_block_that_cannot_be_repeated_is_told(
     assert model._session.audits.audited
 
 
+class Failing(Counting):
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError(self.fails)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        ("this was once", r"could not be replayed on rank 0: .*this was once"),
+        (
+            "can't allocate memory",
+            r"could not be replayed on rank 0 \(a smaller mini-batch may fit\): .*allocate",
+        ),
+    ],
+)
+def test_an_error_in_the_replay_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch, fails: str, told: str) -> None:
+    model = wrapped(monkeypatch, Failing())
+    train(model, 1)
+    x = torch.randn(4, 6)
+    loss = model(x).pow(2).mean()
+    monkeypatch.setattr(Failing, "fails", fails)
+    with pytest.raises(AuditError, match=f"step 2 {told}.* without verify_step .*training goes on") as caught:
+        loss.backward()
+    assert isinstance(caught.value.__cause__, Exception)
+    monkeypatch.setattr(Failing, "fails", "")
+    train(model, 1)
+
+
 def test_numbers_of_numpy_are_drawn_again_where_a_block_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are those of what forward has computed, and the script's generator goes on as without."""
     found: list[tuple[list[Tensor], float]] = []
