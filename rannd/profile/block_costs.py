@@ -28,8 +28,9 @@ from rannd.profile.points import Measured
 from rannd.profile.samples import Turn, counted
 
 FEWEST_TURNS, TURNS = 2, 3
-"""Number of turns of each part: where they differ by at most `EQUAL` of the time of all parts, and where by more."""
-EQUAL = 0.002
+"""Number of turns of each part: where they differ by little, and where by more. What differs by little makes the sum
+over all parts wrong by at most this fraction:"""
+EQUAL = 0.02
 LONG_S = 2.0
 """Total seconds of a part's turns after which it has no others, unless it varies."""
 RUN_US = 10_000.0
@@ -182,7 +183,7 @@ def _chosen(
     total = sum(weight.values())
     found = set()
     for key, before in turns.items():
-        differs = max(point.spread for point in points[key]) * weight[key] > EQUAL * total
+        differs = max(point.spread for point in points[key]) * weight[key] > EQUAL * total / len(points)
         varies = any(point.is_noisy for point in points[key])
         short = sum(turn.seconds for turn in before) < LONG_S
         if (number < FEWEST_TURNS and (short or varies)) or (differs and (varies or (short and number < TURNS))):

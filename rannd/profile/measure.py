@@ -26,6 +26,7 @@ from rannd.device.identity import is_accelerator
 from rannd.device.memory import release_unused
 from rannd.device.timing import Sample, Stamp, spans
 from rannd.errors import ProfileError
+from rannd.graph.fx.ir import Size
 from rannd.graph.partition.cut import Part, crossing_shape
 from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
@@ -49,6 +50,8 @@ class ProfileInputs:
         device: torch.device,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         runner: Callable[[Part, int], Callable[..., Sequence[Any]]] | None = None,
+        *,
+        touched: Size | None = None,
     ) -> None:
         self.arguments = arguments
         """Each argument of the graph, and whether dimension 0 is the batch."""
@@ -58,10 +61,16 @@ class ProfileInputs:
         self.device = device
         self.around = around
         """Context manager to run parts in: undoes changes that the user's own code makes to the model."""
+        self._touched = touched
+        """Bytes that a step reads and writes, by rows; None: more than any cache has."""
         self._there: dict[tuple[Node, int], torch.Tensor] = {}
         """Rows of arguments on an accelerator: copying them there again would make the host wait for it."""
         self._runner = runner
         """Returns what runs a part with a number of rows, in place of its module: compiled code."""
+
+    def evict(self, rows: int) -> None:
+        """Drive out of the caches what a step with so many rows would."""
+        caches.evict(self.device, small=self._touched is not None and self._touched.at(rows) < caches.LEAST / 2)
 
     @property
     def compiles(self) -> bool:
@@ -192,7 +201,7 @@ class ProfiledPart:
                         continue
                 found[count] = RowSamples(forward, backward, half)
             meet()
-            adding = _adding(tensors.next().values(), sample.device)
+            adding = _adding(tensors.next().values(), sample.device, lambda: sample.evict(max(runs)))
         return Turn(found, adding, time.perf_counter() - start)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -270,7 +279,7 @@ class ProfiledPart:
         taken as long as what is returned lives.
         """
         part, sample = self._part, self._sample
-        caches.evict(sample.device)
+        sample.evict(rows)
         met()
         if not short or is_accelerator(sample.device):
             return None
@@ -348,13 +357,13 @@ def _cannot(
     )
 
 
-def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[Sample, ...]:
+def _adding(tensors: Iterable[torch.Tensor], device: torch.device, evict: Callable[[], None]) -> tuple[Sample, ...]:
     """Time to accumulate parameter gradients, in one run; () if there are none."""
     trained = [tensor for tensor in tensors if tensor.requires_grad]
 
     def add(stamp: Stamp) -> None:
         sums = [torch.ones_like(tensor) for tensor in trained]
-        caches.evict(device)
+        evict()
         torch.ones(1, device=device).add_(1.0)  # what runs is there, what it reads is not
         for one in sums:
             other = torch.empty_like(one)

@@ -286,7 +286,9 @@ def test_twice_the_cache_of_a_device_is_written(monkeypatch: pytest.MonkeyPatch)
     assert caches.eviction_bytes(torch.device("cuda", 0)) == 100 << 20
     monkeypatch.setattr(Module, "L2_cache_size", 4 << 20)
     assert caches.eviction_bytes(torch.device("cuda", 0)) == caches.LEAST
+    assert caches.eviction_bytes(torch.device("cuda", 0), small=True) == caches.LEAST
     assert caches.eviction_bytes(torch.device("cpu")) == caches.LEAST
+    assert caches.eviction_bytes(torch.device("cpu"), small=True) == caches.SMALL
 
 
 @pytest.mark.gpu

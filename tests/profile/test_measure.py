@@ -25,6 +25,7 @@ from rannd.device import caches, timing
 from rannd.device.timing import Sample
 from rannd.errors import ProfileError
 from rannd.graph.call.signature import Mode, classify, flatten_call
+from rannd.graph.fx.ir import Size
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part, extract
@@ -142,7 +143,7 @@ def test_parts_are_measured_in_the_same_way_on_a_device_with_a_queue(monkeypatch
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
     monkeypatch.setattr(timing, "EventQueue", HostQueue)
     monkeypatch.setattr(timing, "WARM_US", 0.0)
-    monkeypatch.setattr(caches, "eviction_bytes", lambda device: caches.LEAST)
+    monkeypatch.setattr(caches, "eviction_bytes", lambda device, small: caches.LEAST)
     model, graph, sample = small_graph()
     random = torch.get_rng_state()
     try:
@@ -338,7 +339,7 @@ def test_each_structure_is_measured_by_one_of_the_ranks() -> None:
     assert told == sorted(told)
     assert told[-1] == 1.0
     plain = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.uint8]
-    held = [each for each in plain if each.numel() == caches.LEAST]
+    held = [each for each in plain if each.numel() in (caches.LEAST, caches.SMALL)]
     assert not held, "what drives out caches is given back"
     assert set(found) == set(made) == set(ops)
     assert len(made) == 3
@@ -436,6 +437,17 @@ def test_ranks_meet_also_where_memory_runs_out_on_one(monkeypatch: pytest.Monkey
     turn = part.turn({2: 3, 4: 2}, lambda: met.append(1))
     assert len(met) == usual
     assert set(turn.rows) == {2}
+
+
+def test_caches_keep_what_a_small_step_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, graph, plain = small_graph()
+    evicted: set[bool] = set()
+    monkeypatch.setattr(caches, "evict", lambda device, *, small: evicted.add(small))
+    for touched, rows, small in ((None, 4, False), (Size(0.0, 1 << 20), 4, True), (Size(0.0, 1 << 20), 64, False)):
+        evicted.clear()
+        sample = ProfileInputs(plain.arguments, plain.gradients, plain.state, CPU, touched=touched)
+        measure_alone(whole(graph), sample, (rows,))
+        assert evicted == {small}
 
 
 def test_a_part_that_varies_has_more_turns_and_says_so(

@@ -15,6 +15,7 @@ import torch
 from rannd import log
 from rannd.daemon.common.keys import Component, Key, learned_key, link_key, profile_key, runtime_key
 from rannd.device.identity import is_accelerator
+from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.block_hash import crossing
 from rannd.graph.partition.cut import Part
@@ -50,6 +51,11 @@ class Platform:
     versions: Mapping[str, str]
     flags: Mapping[str, Component]
     """See `job_flags`."""
+
+
+def _touched(task: TaskGraph) -> Size:
+    """Bytes that a step reads and writes: parameters and values with their gradients, and an optimizer's state."""
+    return sum((value.bytes.scaled(2) for value in task.values), Size(4.0 * sum(param.bytes for param in task.params)))
 
 
 class Measuring:
@@ -258,7 +264,15 @@ class Measuring:
             state[name] = tensor
         around = functools.partial(preserved, self._context.model) if self._graph.traced.leaf_paths else nullcontext
         gradients = frozenset(self._graph.placement.requires_grad)
-        return ProfileInputs(arguments, gradients, state, self._world.device, around, self._compiled)
+        return ProfileInputs(
+            arguments,
+            gradients,
+            state,
+            self._world.device,
+            around,
+            self._compiled,
+            touched=_touched(self._graph.task),
+        )
 
     # -- links ------------------------------------------------------------------------------------------------
 

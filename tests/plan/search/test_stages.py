@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from brute_force import Plan
-from plan_instances import OTHER, Instance
+from plan_instances import OTHER, Instance, seeds
 
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.plan.deployment import Deployment
@@ -46,7 +46,7 @@ def test_the_plan_has_the_least_e_of_all(hundred: int) -> None:
 @pytest.mark.parametrize("way", OTHER, ids=lambda way: f"{way.schedule} {way.zero}")
 def test_it_has_in_every_run_mode(way: RunMode, share: float | None) -> None:
     seen = Counter[bool]()
-    for seed in range(100):
+    for seed in seeds(100):
         instance = Instance(seed, way=way)
         if way.schedule == "zb_h1" and min(instance.world, len(instance.blocks)) == 1:
             continue  # one stage is run as under 1F1B
@@ -62,7 +62,7 @@ def test_it_has_in_every_run_mode(way: RunMode, share: float | None) -> None:
         assert same(instance, deployment, wanted), seed
         assert all(stage.estimate.total_bytes <= limit + 6 for stage in deployment.stages), seed
         seen[len(deployment.stages) > 1] += 1
-    assert seen[True] > 20, seen
+    assert seen[True] > len(seeds(100)) / 5, seen
 
 
 @pytest.mark.long
@@ -99,7 +99,7 @@ def test_a_plan_with_zero_has_to_save_a_twentieth() -> None:
     ],
 )
 def test_it_has_under_every_memory_limit(share: float, checkpointing: bool) -> None:
-    for seed in range(100):
+    for seed in seeds(100):
         instance = Instance(seed, checkpointing=checkpointing)
         limit = math.ceil(instance.reference.smallest_memory() * share)
         wanted = instance.reference.best(limit)
@@ -114,7 +114,7 @@ def test_it_has_under_every_memory_limit(share: float, checkpointing: bool) -> N
 
 
 def test_it_has_for_every_number_of_stages_demanded() -> None:
-    for seed in range(200):
+    for seed in seeds(200):
         instance = Instance(seed)
         stages = instance.random.randint(1, min(instance.world, len(instance.blocks)))
         instance.demand(partition_num=stages)
@@ -124,7 +124,7 @@ def test_it_has_for_every_number_of_stages_demanded() -> None:
 
 
 def test_it_has_for_every_number_of_replicas_demanded() -> None:
-    for seed in range(200):
+    for seed in seeds(200):
         instance = Instance(seed, world=8)
         counts = [count for count in range(1, instance.world + 1) if instance.world % count == 0]
         replicas = instance.random.choice([each for each in counts if instance.world // each <= len(instance.blocks)])
@@ -135,7 +135,7 @@ def test_it_has_for_every_number_of_replicas_demanded() -> None:
 
 
 def test_it_has_for_powers_of_two() -> None:
-    for seed in range(100):
+    for seed in seeds(100):
         instance = Instance(seed, world=7, ops=4, limit_dev_num_pot=True)
         deployment = instance.plan()
         assert all(len(stage.slots) in (1, 2, 4, instance.world) for stage in deployment.stages)
@@ -143,7 +143,7 @@ def test_it_has_for_powers_of_two() -> None:
 
 
 def test_the_smallest_memory_named_is_the_smallest_that_does() -> None:
-    for seed in range(200):
+    for seed in seeds(200):
         instance = Instance(seed)
         needed = math.ceil(instance.reference.smallest_memory())
         with pytest.raises(DoesNotFitError) as caught:
@@ -183,10 +183,10 @@ def plan_of(deployment: Deployment) -> Plan:
     )
 
 
-def wrong(seeds: range) -> list[int]:
+def wrong(numbers: range) -> list[int]:
     """Instances in which the plan is not the best."""
     found = []
-    for seed in seeds:
+    for seed in numbers:
         instance = Instance(seed)
         if not same(instance, instance.plan(), instance.reference.best(math.inf)):
             found.append(seed)
