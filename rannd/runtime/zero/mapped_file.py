@@ -83,7 +83,8 @@ class MappedFile(StateHome):
         # Room that was lent before: to ask the disk for more takes long where others write to it.
         chunk, start, size = self._free[min(sizes)].pop() if sizes else self._taken(need)
         view = memoryview(chunk)[start : start + need]
-        weakref.finalize(view, self._free[size].append, (chunk, start, size)).atexit = False
+        end = weakref.finalize(view, self._free[size].append, (chunk, start, size))
+        end.atexit = False
         return view
 
     def coming(self, laid: Iterable[torch.Tensor]) -> None:
