@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import ceil, prod
+from math import ceil
 from typing import Any, TypeAlias
 
 import torch
@@ -467,11 +467,11 @@ def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         if (dtype, device) not in _numbers:
             _numbers[dtype, device] = torch.rand(NUMBERS, device=device).mul_(0.04).add_(0.01).to(dtype)
         numbers = _numbers[dtype, device]
-        found = torch.empty(prod(shape), dtype=dtype, device=device)
-        whole = found.numel() - found.numel() % NUMBERS
-        found[:whole].view(-1, NUMBERS).copy_(numbers)
-        found[whole:].copy_(numbers[: found.numel() - whole])
-        return found.view(shape)
+        found = torch.empty(shape, dtype=dtype, device=device)
+        flat, whole = found.view(-1), found.numel() - found.numel() % NUMBERS
+        flat[:whole].view(-1, NUMBERS).copy_(numbers)
+        flat[whole:].copy_(numbers[: found.numel() - whole])
+        return found  # no view: one that was made without gradients could not be written with them
     if dtype == torch.bool:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)

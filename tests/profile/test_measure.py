@@ -450,6 +450,19 @@ def test_caches_keep_what_a_small_step_touches(monkeypatch: pytest.MonkeyPatch) 
         assert evicted == {small}
 
 
+def test_synthetic_values_are_not_all_equal_and_can_be_written() -> None:
+    _, graph, sample = small_graph()
+    (node,) = block_part(graph, layers_of(graph)[-1]).inputs
+    sample.gradients = frozenset()
+    with torch.no_grad():
+        value = sample.value(node, measuring.NUMBERS)
+    assert value.shape[0] == measuring.NUMBERS
+    assert len(value[:64].unique()) > 64
+    assert 0.01 <= float(value.min()) < float(value.max()) <= 0.05
+    value[:1] = torch.ones(value.shape[1:], requires_grad=True)  # as a model writes a buffer
+    assert value.requires_grad
+
+
 def test_a_part_that_varies_has_more_turns_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
