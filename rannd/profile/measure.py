@@ -301,6 +301,8 @@ class _InTurns:
         self._place = (self._place + 1) % len(self._every)
         found = self._every[self._place]
         for tensor in found.values():
+            if not tensor.is_leaf:
+                tensor.detach_()  # a buffer that a run has written a value with a gradient into
             tensor.grad = None
         return found
 

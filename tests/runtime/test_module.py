@@ -440,3 +440,29 @@ def test_printing_shows_the_model_as_data_parallel_does() -> None:
     assert shown[:2] == ["RaNNCModule(", "  (module): Sequential("]
     assert shown[-2:] == ["  )", ")"]
     assert [line.removeprefix("  ").replace("(module): ", "") for line in shown[1:-1]] == repr(inner).splitlines()
+
+
+class Keeping(nn.Module):
+    """Keeps in a buffer what it computes, as a cache of keys does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x)
+        self.seen[:2] = made[:2]
+        return made * self.seen.sum()
+
+
+def test_a_first_call_without_gradients_may_keep_what_it_computes_in_a_buffer() -> None:
+    model = Keeping()
+    other = copy.deepcopy(model)
+    wrapped = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        x = torch.randn(8, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(wrapped(x), other(x))
+    torch.testing.assert_close(model.seen, other.seen)
+    assert not model.seen.requires_grad

@@ -69,7 +69,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     attributes = [(module, dict(module.__dict__)) for _, module in modules]
     inner = [(held, dict(held)) for _, module in modules for held in [module.__dict__["_buffers"], *hooks_of(module)]]
     contents = Contents(modules, arrays=True)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffers = [(each, each.detach().clone(), each.requires_grad) for each in model.buffers() if not each.is_meta]
     devices = sorted({tensor.device for tensor in [*model.parameters(), *model.buffers()]}, key=str)
     with unchanged(model), kept_generators(devices):
         try:
@@ -83,7 +83,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 held.clear()
                 held.update(content)
             contents.put_back()
-            for buffer, value in buffers:
+            for buffer, value, trained in buffers:
+                if buffer.requires_grad and not trained:  # a value with a gradient was written into it
+                    with contextlib.suppress(RuntimeError):  # views have that from their base
+                        buffer.detach_()
                 write_back(buffer, value)
 
 
