@@ -30,6 +30,7 @@ from rannd.runtime.gradients.bypass_watch import BypassWatch
 from rannd.runtime.optim import unknown_optimizer
 from rannd.runtime.parameters import absent, state_elsewhere
 from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
+from rannd.runtime.planning import plan_ahead
 from rannd.runtime.planning.deployment_file import save_file
 from rannd.runtime.session import Session
 from rannd.runtime.wrapping import registry
@@ -631,10 +632,11 @@ def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clear() -> None:
-    """Drop all wrapped models of this process; the ranks stay connected."""
+    """Drop all wrapped models of this process, and what plans for them; the ranks stay connected."""
     for module in list(_wrapped):
         module.drop()
     _wrapped.clear()
+    plan_ahead.end()
     grad_norm.remove()
     autograd_inputs.remove()
     absent.remove()

@@ -147,12 +147,13 @@ _running: list[subprocess.Popen[bytes]] = []
 """Processes of this rank that plan."""
 
 
-def _end() -> None:
-    """End the processes with this one: whoever watches it would find them, and take them for the script's."""
+def end() -> None:
+    """End the processes: with this one, as whoever watches it would take them for the script's, or with its models."""
     for process in _running:
         process.kill()
     for process in _running:
         process.wait()
+    _running.clear()
 
 
 def start(request: Request, tell: Callable[[Better], None] | None = None) -> None:
@@ -161,7 +162,7 @@ def start(request: Request, tell: Callable[[Better], None] | None = None) -> Non
     `tell`: called in a thread for each plan that has replaced another one.
     """
     if not _running:
-        atexit.register(_end)
+        atexit.register(end)
     _running[:] = [each for each in _running if each.poll() is None]
     data = msgspec.msgpack.encode(request)
     code = "from rannd.runtime.planning.plan_ahead import main; main()"

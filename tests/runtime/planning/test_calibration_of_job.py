@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from plan_graphs import GraphBuilder
 from plan_instances import deploy
 
+import pyrannc
 from rannd.daemon.common.keys import Key, make_key, measured_key
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.atoms import make_atoms
@@ -144,6 +146,21 @@ class Kept:
 
     def discard(self, key: Key, reason: str) -> None:
         self.values.pop(key.digest, None)
+
+
+def test_what_plans_for_a_model_ends_with_it() -> None:
+    """Later it would look for a daemon, and start one, where its model had one."""
+
+    def planning() -> list[psutil.Process]:
+        return [each for each in psutil.Process().children() if "plan_ahead" in " ".join(each.cmdline())]
+
+    plan_ahead.start(request(layers(), {}))
+    assert len(planning()) == 1, "it imports what it needs for a second or so"
+    pyrannc.clear()
+    assert planning() == []
+    plan_ahead.start(request(layers(), {}))
+    assert len(planning()) == 1, "others can be started"
+    plan_ahead.end()
 
 
 @pytest.fixture

@@ -237,16 +237,15 @@ def test_room_in_the_file_is_used_again(monkeypatch: pytest.MonkeyPatch, tmp_pat
         real(file, start, size)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    held: list[torch.Tensor] = []
+    held: list[tuple[torch.Tensor, float]] = []
     for step in range(6):
         sizes = (300_000, 100_000, 200_000, 250_000)[: 4 - step % 2]  # floats; the odd steps have no quarter million
         laid = [home.lay(torch.full((size,), float(size + step))) for size in sizes]
         views = [each.view(-1, 4).t() for each in laid]
-        held = [*held[1:], laid[-1].view(-1)[:7]]  # a view keeps the room of one a step longer
+        held = [*held[-1:], (laid[-1].view(-1)[:7], float(sizes[-1] + step))]  # a view keeps its room a step longer
         del laid
-        for size, view in zip(sizes, views, strict=True):
-            assert view.unique().tolist() == [size + step], "nothing else has been written there"
-        assert held[0].unique().numel() == 1
+        for view, value in [*zip(views, [float(size + step) for size in sizes], strict=True), *held]:
+            assert view.unique().tolist() == [value], "nothing else has been written there"
         if step == 2:
             made.clear()
     assert not made
