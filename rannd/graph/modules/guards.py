@@ -48,6 +48,8 @@ class PythonState:
     """Keeps objects that `modules` identifies by id alive, so that no other object gets their ids."""
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         return isinstance(other, PythonState) and self.process == other.process and self.modules == other.modules
 
     __hash__ = None  # type: ignore[assignment]
@@ -59,7 +61,7 @@ class PythonState:
 
 
 def state_of(model: nn.Module, ignored: Set[str] = frozenset()) -> PythonState:
-    """Read the Python state of all modules, without attributes with the names in `ignored`. Runs in every call."""
+    """Read the Python state of all modules, without attributes with the names in `ignored`."""
     modules = list(modules_of(model))
     writer = SnapshotWriter(ignored, (module for _, module in modules))
     process = writer.process()

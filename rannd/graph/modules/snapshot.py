@@ -245,6 +245,19 @@ class SnapshotWriter:
         return _ITEMS, id(form.kind), size, identity, extra, named, told
 
 
+def is_constant(value: Any) -> bool:
+    """Whether a module's attribute has no contents that may change: the same object is recorded alike."""
+    kind = type(value)
+    if kind is tuple:
+        return _AS_THEY_ARE.issuperset(map(type, value))
+    return kind in _AS_THEY_ARE or kind is bool or kind is float
+
+
+def is_skipped(key: str) -> bool:
+    """Whether an attribute of modules is not recorded, or with another one."""
+    return key in _SKIPPED
+
+
 def _tensor(tensor: torch.Tensor) -> object:
     """Record a tensor without its attributes."""
     return id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape

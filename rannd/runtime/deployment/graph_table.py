@@ -19,7 +19,8 @@ from rannd.graph.call.signature import Call, Mode, Signature
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph
 from rannd.graph.modules.attribute_reads import Mentions
-from rannd.graph.modules.guards import Change, PythonState, changed, outside, same_constants, state_of
+from rannd.graph.modules.guards import Change, PythonState, changed, outside, same_constants
+from rannd.graph.modules.state_reader import StateReader
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.executor import Executor
 
@@ -63,6 +64,7 @@ class Graphs:
         self._made = 0
         self._all: WeakSet[Executor] = WeakSet()
         """Includes executors of dropped graphs, because a backward may still run through them."""
+        self._reader = StateReader(context.model)
         self._ignored: set[str] = set()
         """Names of attributes that have changed, but that no code reads."""
         self._idle_changes: Counter[str] = Counter()
@@ -73,7 +75,7 @@ class Graphs:
 
     def state(self) -> PythonState:
         """Current Python state of the model's modules."""
-        return state_of(self._context.model, self._ignored)
+        return self._reader.read(self._ignored)
 
     def find(self, call: Call, mode: Mode) -> int:
         """Number of the graph for a call; UNKNOWN if it has to be traced."""
