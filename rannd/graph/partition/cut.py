@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.errors import CutError
-from rannd.graph.fx.fx_names import graph_module
+from rannd.graph.fx.direct_calls import direct_module
 from rannd.graph.fx.memory_layout import reshape
 from rannd.graph.fx.sizes import is_known, is_number, is_plain_tensor, number_at, numel_at, shape_at
 from rannd.graph.fx.symbolic_values import TensorValue
@@ -104,7 +104,7 @@ def extract(
             ):
                 outputs.append(node)
     graph.output(tuple(copies[node] for node in outputs))
-    module = graph_module(traced.root, graph, name)
+    module = direct_module(traced.root, graph, name)
     random = any(node in placement.random for node in members)
     return Part(module, tuple(inputs), tuple(tensors), tuple(n[0] for n in numbers.values()), tuple(outputs), random)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from rannd.graph.fx.fx_names import graph_module
+from rannd.graph.fx.direct_calls import direct_module
 from rannd.graph.fx.traced import arguments
 from rannd.graph.partition.cut import Part
 from rannd.graph.weight_gradients import deferred_ops
@@ -176,4 +176,4 @@ def _rewritten(part: Part, calls: Mapping[Node, _Call], groups: Mapping[Node, in
         values = (copies[each] if isinstance(each, Node) else each for each in call.values)
         copies[node] = graph.create_node("call_function", call.function, (queue, groups[node], *values), name=node.name)
         copies[node].meta = node.meta
-    return graph_module(part.module, graph, f"{type(part.module).__name__}InHalves")
+    return direct_module(part.module, graph, f"{type(part.module).__name__}InHalves")

@@ -1,4 +1,4 @@
-"""Which devices the ranks of a job have, as they tell each other, and so which slot each rank gets."""
+"""Which devices and processors the ranks of a job have, as they tell each other, and so which slot each rank gets."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class RankDevice(msgspec.Struct, frozen=True, array_like=True):
     identity: str
     """What the device is known by on its node; '' for the CPU."""
     transport: str
+    cores: Sequence[int] = ()
+    """Processors that it may run on."""
 
 
 def slots_of(ranks: Sequence[RankDevice], *, shared: bool) -> list[Slot]:

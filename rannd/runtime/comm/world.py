@@ -33,6 +33,7 @@ from rannd.runtime.comm.rank_devices import RankDevice, node_identity, slots_of
 from rannd.runtime.comm.rendezvous import LaunchedRank
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.detector import FailureDetector
+from rannd.runtime.transport import host_wait
 from rannd.runtime.transport.choice import group_backend, make_transport, transport_name
 from rannd.runtime.transport.transport import Pair, Transport, pair
 from rannd.units import amount
@@ -54,7 +55,7 @@ class Sum:
         """Wait for the sums and return them, bitwise equal on all ranks."""
         if self.work is not None:
             with self.watch.inside("sum"):
-                self.work.wait()
+                host_wait.wait(self.work)
         return self.everyone.sum(0)
 
 
@@ -75,7 +76,7 @@ class Gathering:
         """Wait for the numbers and return them by rank."""
         if self.work is not None:
             with self.watch.inside("gather"):
-                self.work.wait()
+                host_wait.wait(self.work)
         found: list[list[int]] = self.everyone.tolist()
         return found
 
@@ -246,7 +247,8 @@ class World:
                 "need; call it after the last of them (model.state_dict, save_checkpoint, the last step)"
             )
         received = numbers.new_empty(self.size, numbers.numel())
-        work = dist.all_to_all_single(received.view(-1), numbers.repeat(self.size), group=self.control, async_op=True)
+        given = torch.cat((numbers,) * self.size)
+        work = dist.all_to_all_single(received.view(-1), given, group=self.control, async_op=True)
         assert work is not None
         return received, work
 
@@ -356,10 +358,12 @@ def _make(config: Config) -> World:
     transport = make_transport(name, device, place.rank, forward, make_group)
     world = World(place, device, (), (), (), control, forward, transport, watch=watch)
     index = device.index if device.index is not None else place.local_rank
-    mine = RankDevice(host, node_identity(), device.type, index, device_identity(device), name)
+    cores = sorted(os.sched_getaffinity(0))
+    mine = RankDevice(host, node_identity(), device.type, index, device_identity(device), name, cores)
     everyone = [
         msgspec.msgpack.decode(data, type=RankDevice) for data in world.gather_bytes(msgspec.msgpack.encode(mine))
     ]
+    host_wait.poll(host_wait.suffices(cores, (each.cores for each in everyone if each.node == mine.node)))
     slots = slots_of(everyone, shared=transport.shares_devices)
     if is_accelerator(device):  # NCCL makes a communicator at the first use, for which the hosts have to meet
         dist.all_reduce(torch.zeros(1, device=device), group=forward)

@@ -27,6 +27,7 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.step import Saved, Step
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients, first_readers
+from rannd.runtime.transport.transport import finish
 from rannd.runtime.zero.state_home import StateHome
 
 
@@ -149,7 +150,7 @@ class Computing:
         # One message, since a model has many small buffers. The widest come first: then all are where views may begin.
         buffers = sorted((self._state[name].detach() for name in self._written), key=lambda each: -each.itemsize)
         flat = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
-        dist.broadcast(flat, source, group=group)
+        finish(dist.broadcast(flat, source, group=group, async_op=True), on_host=flat.device.type == "cpu")
         if world.rank != source:
             parts = flat.split([each.nbytes for each in buffers])
             received = [part.view(each.dtype).view_as(each) for part, each in zip(parts, buffers, strict=True)]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rannd.errors import StepError
 from rannd.plan.schedule.instructions import Posting
 from rannd.plan.schedule.stream_checker import StreamRules
+from rannd.runtime.transport import host_wait
 
 Pair = tuple[bool, int, int]
 """Two ranks, the lower one first, that exchange gradients (True) or values (False)."""
@@ -83,11 +84,17 @@ class Transport(abc.ABC):
         """Called before each computation of a step."""
 
 
-def finish(work: object) -> None:
-    """Wait for a transfer. torch returns None on ranks outside the group, which would be a bug of the caller."""
+def finish(work: object, *, on_host: bool = False) -> None:
+    """Wait for a transfer; `on_host`: it is a collective of hosts, and not one of devices, for which the device waits.
+
+    torch returns None on ranks outside the group, which would be a bug of the caller.
+    """
     if not isinstance(work, dist.Work):
         raise StepError("internal error: a transfer was started on a rank outside its group; please report this")
-    work.wait()
+    if on_host:
+        host_wait.wait(work)
+    else:
+        work.wait()
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
