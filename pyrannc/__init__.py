@@ -30,6 +30,7 @@ from rannd.runtime.comm.lockstep import meet as _meet
 from rannd.runtime.comm.process_flags import delay_grad_allreduce, keep_graph, sync_params_on_init
 from rannd.runtime.comm.rendezvous import find_place as _find_place
 from rannd.runtime.comm.world import current as _current
+from rannd.runtime.comm.world import made as _made
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.parameters.deferred_init import DistributeModelParams
 from rannd.runtime.planning.deployment_file import named as _named
@@ -122,9 +123,12 @@ def get_world_size() -> int:
 
 def barrier() -> None:
     """Wait until all ranks get here; StepError if some rank makes a different collective call instead."""
-    config = _configuration.load()
-    _log.setup(level=config.log_level)
-    _meet(_current(config), _Phase.BARRIER)
+    world = _made()
+    if world is None:
+        config = _configuration.load()
+        _log.setup(level=config.log_level)
+        world = _current(config)
+    _meet(world, _Phase.BARRIER)
 
 
 def show_deployment(path: str | Path, batch_size: int | None = None) -> None:
