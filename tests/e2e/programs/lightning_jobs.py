@@ -3,7 +3,8 @@
 usage: lightning_jobs.py {parity|bf16} FOLDER
        lightning_jobs.py resume FOLDER
 
-parity  20 steps in doubles: accumulation, clipping, a schedule of the learning rate, validation, checkpoints, test
+parity  20 steps in doubles: accumulation, clipping, a schedule of the learning rate, validation, checkpoints, test,
+        predictions
 bf16    the same in mixed precision
 resume  goes on from the checkpoint after 10 steps that `parity` has left, on any number of ranks
 """
@@ -62,6 +63,9 @@ class Net(pl.LightningModule):
         self.log("valid", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
     test_step = validation_step
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -126,6 +130,8 @@ def fit(strategy: str, checkpoint: Path | None = None) -> tuple[Net, dict[str, T
     for tester in (one, trainer(strategy, folder)):
         (tested,) = tester.test(net, loader(24, 3), verbose=False)
         net.found.append(("tested", torch.tensor(tested["valid"])))
+        predicted: list[Any] = tester.predict(net, loader(24, 4)) or []
+        net.found.append(("predicted", torch.cat(predicted)))
     one.strategy.barrier()
     return net, torch.load(folder / "last.ckpt", weights_only=True)
 
