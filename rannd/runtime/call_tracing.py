@@ -19,7 +19,7 @@ from rannd.graph.call.call_diff import SAME_CALL, SAME_SIZES, difference, of_cal
 from rannd.graph.call.call_errors import check_ready
 from rannd.graph.call.signature import Call, Mode, Signature, classify
 from rannd.graph.model import ModelGraph
-from rannd.graph.modules.guards import PythonState
+from rannd.graph.python_state.guards import PythonState
 from rannd.graph.tracing.dropout import traced_with
 from rannd.runtime.binding.microbatches import split_rows
 from rannd.runtime.comm.context import Context

@@ -9,7 +9,7 @@ from typing import Any
 
 from rannd import log
 from rannd.graph.call.signature import Call
-from rannd.graph.modules.guards import Change
+from rannd.graph.python_state.guards import Change
 
 TRACES = 3
 """Number of traces for values of one argument or attribute after which a warning is logged."""

@@ -5,7 +5,7 @@ model uses this file, so that each purpose sees the same state:
 
 ==============================  =================================================================
 cache key of a trace            rannd.graph.fingerprint.value_writer, module_writer
-guard of a call                 rannd.graph.modules.snapshot
+guard of a call                 rannd.graph.python_state.snapshot
 undoing side effects            rannd.graph.modules.contained_objects
 attribute names that code reads rannd.graph.modules.attribute_reads
 tensors in attributes           rannd.runtime.parameters.tensor_swap

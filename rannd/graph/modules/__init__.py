@@ -1,6 +1,5 @@
-"""The Python state and code of the model's modules, as far as tracing depends on it.
+"""What tracing has to know of the code and the objects of the model's modules.
 
-In: modules. Out: guards on the attributes that a trace depends on (`guards.py`, start there; `snapshot.py` and
-`contained_objects.py` read attributes without running user code), custom `autograd.Function` classes, the source line
-that causes a problem, and the side effects of user code that have to be undone.
+In: modules. Out: what their attributes contain (`contained_objects.py`), custom `autograd.Function` classes, the source
+line that causes a problem (`source_location.py`, start there), and side effects of user code that have to be undone.
 """

@@ -38,8 +38,8 @@ from rannd.graph.modules.autograd_functions import no_checkpoints
 from rannd.graph.modules.contained_objects import same_arrays
 from rannd.graph.modules.cpp_functions import watch_cpp_functions
 from rannd.graph.modules.foreign_rng import unchanged, watch_foreign_rng
-from rannd.graph.modules.guards import kept
 from rannd.graph.modules.source_location import NodesUnseen, source_line, watch_gradients
+from rannd.graph.python_state.guards import kept
 from rannd.graph.tracing.leaf_recorder import in_place
 from rannd.graph.tracing.on_device import seen_on
 from rannd.graph.tracing.simplify import simplify

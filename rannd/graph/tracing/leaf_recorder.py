@@ -25,9 +25,9 @@ from rannd.graph.fx.symbolic_values import ROWS, Dim
 from rannd.graph.modules.autograd_functions import FunctionPart, direct_checkpoints, observed_forward, replaced_forward
 from rannd.graph.modules.contained_objects import Contents, modules_of, same_values, write_back
 from rannd.graph.modules.foreign_rng import unchanged
-from rannd.graph.modules.guards import HOOKS, hooks_of
 from rannd.graph.modules.methods import ForeignUse, Method, own_state_only, part_of, replaced
 from rannd.graph.modules.parameter_undo import kept_parameters
+from rannd.graph.python_state.guards import HOOKS, hooks_of
 from rannd.graph.tracing.on_device import on_host
 
 

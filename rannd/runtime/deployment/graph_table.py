@@ -19,8 +19,8 @@ from rannd.graph.call.signature import Call, Mode, Signature
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph
 from rannd.graph.modules.attribute_reads import Mentions
-from rannd.graph.modules.guards import Change, PythonState, changed, outside, same_constants
-from rannd.graph.modules.state_reader import StateReader
+from rannd.graph.python_state.guards import Change, PythonState, changed, outside, same_constants
+from rannd.graph.python_state.state_reader import StateReader
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.executor import Executor
 

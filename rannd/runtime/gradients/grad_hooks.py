@@ -50,7 +50,7 @@ def give(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
     Hooks of ``register_hook`` run before, those of ``register_post_accumulate_grad_hook`` after.
     """
-    held = bool(parameter._backward_hooks) or gradient.requires_grad  # a hook may have kept it
+    held = parameter._backward_hooks or gradient.requires_grad  # a hook may have kept it
     gradient = hooked(name, parameter, gradient)
     afterwards = parameter._post_accumulate_grad_hooks
     if parameter.grad is None:

@@ -17,7 +17,7 @@ from rannd import log
 from rannd.daemon.common.keys import Key
 from rannd.graph.call.signature import Signature
 from rannd.graph.model import ModelGraph, build
-from rannd.graph.modules.guards import PythonState
+from rannd.graph.python_state.guards import PythonState
 from rannd.graph.stored.encoding import Broken
 from rannd.graph.tracing.dynamic_shapes import NoTemplate, instance, template
 from rannd.runtime.comm.context import Context

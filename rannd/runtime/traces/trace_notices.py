@@ -6,7 +6,7 @@ from torch import nn
 
 from rannd import log
 from rannd.graph.model import ModelGraph
-from rannd.graph.modules.guards import users_hooks
+from rannd.graph.python_state.guards import users_hooks
 
 
 class Notices:

@@ -26,7 +26,7 @@ from rannd.graph.call.unread import note_read
 from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph, build, trace
-from rannd.graph.modules.guards import PythonState
+from rannd.graph.python_state.guards import PythonState
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken, Uncodable
 from rannd.graph.stored.soundness import check_inputs

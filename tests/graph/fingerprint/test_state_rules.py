@@ -32,7 +32,7 @@ from rannd.graph.fingerprint.state_rules import (
     ModulePart,
     switches,
 )
-from rannd.graph.modules.guards import changed, kept, state_of
+from rannd.graph.python_state.guards import changed, kept, state_of
 
 KEY, GUARD = "key", "guard"
 

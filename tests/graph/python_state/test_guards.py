@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rannd.graph.modules.attribute_reads import Mentions
-from rannd.graph.modules.guards import changed, kept, outside, state_of
+from rannd.graph.python_state.guards import changed, kept, outside, state_of
 
 
 class Settings:

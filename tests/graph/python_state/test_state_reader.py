@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from rannd.graph.modules.guards import PythonState, changed, state_of
-from rannd.graph.modules.snapshot import SnapshotWriter
-from rannd.graph.modules.state_reader import StateReader
+from rannd.graph.python_state.guards import PythonState, changed, state_of
+from rannd.graph.python_state.snapshot import SnapshotWriter
+from rannd.graph.python_state.state_reader import StateReader
 
 
 class Settings:

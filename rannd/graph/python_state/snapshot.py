@@ -8,7 +8,7 @@ identity.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from itertools import islice
 from typing import Any
 
@@ -35,20 +35,15 @@ from rannd.graph.fingerprint.state_rules import (
     modes_around,
     switches,
 )
+from rannd.graph.python_state.recorded_values import CONTENTS, DOUBLE, ITEMS, MODULE, OBJECT, PARTS
 
 _AS_THEY_ARE = frozenset(
     (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range, type(...))
 )
 """Types whose values are recorded unchanged: == is exact between them and all other values in a snapshot."""
-ABSENT, _TRUE, _FALSE = object(), object(), object()
-_OBJECT, _ITEMS, _PARTS, _MODULE = object(), object(), object(), object()
+_TRUE, _FALSE = object(), object()
 _OPENED = (Sort.OBJECT, Sort.PARTS, Sort.FUNCTION, Sort.MODULE)
-_DOUBLE = struct.Struct("d")
-_PACK = _DOUBLE.pack
-_CONTENTS = "[]"
-"""Key of an object's items among its attributes, if it is a container."""
-Path = tuple[str, tuple[str, ...]]
-"""Location inside a value as a Python expression, and the names of the attributes in it."""
+_PACK = DOUBLE.pack
 
 
 class SnapshotWriter:
@@ -131,7 +126,7 @@ class SnapshotWriter:
                 continue
             written.append((id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape))
             if tensor.__dict__ and (more := self._tensor_attributes(tensor)):
-                found[name] = _OBJECT, id(tensor), id(class_of(kind)), more
+                found[name] = OBJECT, id(tensor), id(class_of(kind)), more
         found[key] = tuple(tensors), written
 
     def _children(self, key: str, modules: dict[str, Any], own: dict[str, Any], found: dict[str, object]) -> None:
@@ -165,7 +160,7 @@ class SnapshotWriter:
             return self._container(value, form, depth)
         if form.sort is Sort.TENSOR:
             more = self._tensor_attributes(value) if value.__dict__ else None
-            return (_OBJECT, _tensor(value), 0, more) if more else _tensor(value)
+            return (OBJECT, _tensor(value), 0, more) if more else _tensor(value)
         if form.sort is Sort.ARRAY:
             small = value.nbytes <= GUARD_BYTES and not value.dtype.hasobject
             return here, value.dtype.str, value.shape, value.tobytes() if small else None
@@ -178,7 +173,7 @@ class SnapshotWriter:
         self.held.append(kind)
         if form.sort is Sort.MODULE:
             return self._hidden(value)
-        return _OBJECT, here, id(kind), self._attributes(value, form, depth)
+        return OBJECT, here, id(kind), self._attributes(value, form, depth)
 
     def _attributes(self, value: Any, form: Form, depth: int) -> dict[str, object]:
         kind = form.kind
@@ -196,7 +191,7 @@ class SnapshotWriter:
                 found[key] = self._write(inner, depth + 1)
         self._left -= len(found)
         if form.items is not None:
-            found[_CONTENTS] = self._container(value, form, depth)
+            found[CONTENTS] = self._container(value, form, depth)
         return found
 
     def _tensor_attributes(self, tensor: torch.Tensor) -> dict[str, object]:
@@ -215,7 +210,7 @@ class SnapshotWriter:
             identity = id(value), id(value.__code__)
         parts = [self._write(part, depth + 1) for _, part in form.parts(value)]
         self._left -= len(parts)
-        return _PARTS, id(form.kind), identity, parts
+        return PARTS, id(form.kind), identity, parts
 
     def _hidden(self, module: nn.Module) -> object:
         """Record a module that is not registered as a submodule, with all of its submodules."""
@@ -224,7 +219,7 @@ class SnapshotWriter:
         left, met = self._left, self._inside
         states = {path: self.module(each) for path, each in inside}
         self._left, self._inside = left - sum(map(len, states.values())), met
-        return _MODULE, id(module), states
+        return MODULE, id(module), states
 
     def _container(self, value: Any, form: Form, depth: int) -> object:
         """Record the contents of a container, and its identity if it has more than the recorded contents."""
@@ -242,7 +237,7 @@ class SnapshotWriter:
             self._left -= len(told)
         extra = form.extra and self._write(form.extra(value), depth + 1)
         identity = 0 if size <= most and form.exact else id(value)
-        return _ITEMS, id(form.kind), size, identity, extra, named, told
+        return ITEMS, id(form.kind), size, identity, extra, named, told
 
 
 def is_constant(value: Any) -> bool:
@@ -283,77 +278,3 @@ _WRITTEN: dict[ModulePart, Callable[[SnapshotWriter, str, Any, dict[str, Any], d
 }
 _WRITTEN_APART = {name: _WRITTEN[part] for name, part in MODULE_PARTS.items() if part in _WRITTEN}
 _SKIPPED = frozenset(name for name, part in MODULE_PARTS.items() if part in (ModulePart.FLAGS, ModulePart.SAVING))
-
-
-# -- recorded values -------------------------------------------------------------------------------------------------
-
-
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Keys whose values differ between two dicts of recorded values."""
-    return [key for key in dict.fromkeys([*one, *other]) if one.get(key, ABSENT) != other.get(key, ABSENT)]
-
-
-def plain_values(*recorded: Any) -> tuple[object, ...]:
-    """The values of attributes that are numbers or strings; () unless all are."""
-    found = [
-        _DOUBLE.unpack(each)[0] if type(each) is bytes and len(each) == _DOUBLE.size else each for each in recorded
-    ]
-    return tuple(found) if all(type(each) in (int, float, str) for each in found) else ()
-
-
-def places(old: Any, new: Any) -> list[Path]:
-    """Locations at which two recorded values of the same object differ; [("", ())] if they are different objects."""
-    found: list[Path] = []
-    pairs = _pairs(old, new)
-    for label, name, one, other in pairs:
-        for path, names in places(one, other):
-            if not name and not names:
-                return [("", ())]
-            found.append((label + path, (name, *names) if name else names))
-    return found or [("", ())]
-
-
-def _pairs(old: Any, new: Any) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield (path, name of the attribute, before, after) for each difference inside of the same object."""
-    if type(old) is not tuple or type(new) is not tuple or not old or not new or old[0] is not new[0]:
-        return
-    if old[0] is _OBJECT and old[1:3] == new[1:3]:
-        for name in differing(old[3], new[3]):
-            own = name is not _CONTENTS
-            yield f".{name}" if own else "", name if own else "", old[3].get(name, ABSENT), new[3].get(name, ABSENT)
-    elif old[0] is _MODULE and old[1] == new[1] and old[2].keys() == new[2].keys():
-        for path, one in old[2].items():
-            other = new[2][path]
-            for name in differing(one, other):
-                yield f".{path}.{name}" if path else f".{name}", name, one.get(name, ABSENT), other.get(name, ABSENT)
-    elif old[0] is _PARTS and old[:3] == new[:3] and len(old[3]) == len(new[3]):
-        for one, other in zip(old[3], new[3], strict=True):
-            if one != other:
-                yield "", "", one, other
-    elif old[0] is _ITEMS and old[:6] == new[:6] and type(old[6]) is type(new[6]) is list:
-        for number, (one, other) in enumerate(zip(old[6], new[6], strict=False)):
-            if one != other:
-                key = number if old[5] is None else old[5][number] if type(old[5]) is list else None
-                yield f"[{key!r}]" if type(key) in (int, str) else "[...]", "", one, other
-
-
-def forget(value: Any, names: Set[str]) -> None:
-    """Drop the attributes with these names from the objects in a recorded value."""
-    if type(value) is not tuple or not value:
-        return
-    if value[0] is _OBJECT:
-        forget_names(value[3], names)
-    elif value[0] is _MODULE:
-        for attributes in value[2].values():
-            forget_names(attributes, names)
-    elif (value[0] is _PARTS or value[0] is _ITEMS) and type(value[-1]) is list:
-        for inner in value[-1]:
-            forget(inner, names)
-
-
-def forget_names(attributes: dict[str, Any], names: Set[str]) -> None:
-    """Drop the attributes with these names, also from objects in the remaining attributes."""
-    for name in names & attributes.keys():
-        del attributes[name]
-    for value in attributes.values():
-        forget(value, names)

@@ -27,8 +27,9 @@ from torch import nn
 from rannd.graph.fingerprint.object_reader import modules_of
 from rannd.graph.fingerprint.state_rules import DERIVED, HOOK_FLAGS, INTERNAL
 from rannd.graph.modules.contained_objects import Contents, has_memory
-from rannd.graph.modules.snapshot import ABSENT, SnapshotWriter, differing, forget_names, places, plain_values
 from rannd.graph.modules.source_location import Offence, SourceLocation
+from rannd.graph.python_state.recorded_values import ABSENT, differing, forget_names, places, plain_values
+from rannd.graph.python_state.snapshot import SnapshotWriter
 
 _LIBRARIES = frozenset({"accelerate", "peft", "pyrannc", "rannd", "torch", "transformers"})
 """Packages whose hooks do nothing but what a graph does as well."""

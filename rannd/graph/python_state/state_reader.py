@@ -19,8 +19,8 @@ from torch import nn
 
 from rannd.graph.fingerprint.object_reader import modules_of
 from rannd.graph.fingerprint.state_rules import MODULE_PARTS, TENSORS, ModulePart
-from rannd.graph.modules.guards import PythonState, state_of
-from rannd.graph.modules.snapshot import SnapshotWriter, is_constant, is_skipped
+from rannd.graph.python_state.guards import PythonState, state_of
+from rannd.graph.python_state.snapshot import SnapshotWriter, is_constant, is_skipped
 
 MOST_STATES = 4
 """States that are known: those of training and evaluation, each with two sets of frozen parameters."""
