@@ -8,7 +8,7 @@ combines the hashes of operators into hashes of blocks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -35,22 +35,23 @@ def graph_hash(traced: Traced, signature: Signature, model: nn.Module) -> str:
     """
     placed = iter(signature.tensors)
     first: dict[int, str] = {}
+    tensors = {node: traced.tensor(node) for node in traced.attributes}
 
     def describe(node: Node) -> str:
         if node.op == "placeholder":
             spec = next(placed)
             return f"in|{spec.batch}|{spec.requires_grad}|{_value(node.meta.get('val'))}"
         name = traced.attributes[node]
-        tensor = traced.tensor(node)
+        tensor = tensors[node]
         alias = first.setdefault(id(tensor), name)
         text = f"@{_kind(tensor)}|{name}|{alias}|{tensor.dtype}{tuple(tensor.shape)}|{tensor.requires_grad}"
         return text + _content(traced.constants[name]) if name in traced.constants else text
 
     mode = signature.mode
     told = "" if mode.dropout is None else f"|dropout {mode.dropout}"
-    text = _text(traced.graph, traced.root, describe)
+    text = _text(traced.graph, traced.root, describe, tensors)
     outputs = f"{traced.outputs.spec}|{sorted(traced.outputs.constants.items())!r}|{traced.outputs.positions}"
-    read = {id(traced.tensor(node)) for node in traced.attributes}
+    read = set(map(id, tensors.values()))
     state = [*model.named_parameters(), *model.named_buffers()]
     unread = [f"{_kind(each)}|{name}|{each.dtype}{tuple(each.shape)}" for name, each in state if id(each) not in read]
     return _digest("\n".join((text, outputs, f"{mode.training}|{mode.grad}|{mode.autocast}{told}", *unread)))
@@ -158,13 +159,13 @@ def _content(tensor: torch.Tensor) -> str:
     return "|" + hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
-def _text(graph: Graph, root: nn.Module, describe: Callable[[Node], str]) -> str:
-    """Text of a graph, one line per node; `describe` returns the lines of placeholders and tensor attributes."""
+def _text(graph: Graph, root: nn.Module, describe: Callable[[Node], str], tensors: Container[Node] = ()) -> str:
+    """Text of a graph, one line per node; `describe` returns those of placeholders and of attributes: of `tensors`."""
     lines: list[str] = []
     names: dict[Node, str] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            value = attribute(root, str(node.target))
+            value = None if node in tensors else attribute(root, str(node.target))
             names[node] = _nested(value) if isinstance(value, GraphModule) else describe(node)
             continue
         names[node] = f"%{len(lines)}"
