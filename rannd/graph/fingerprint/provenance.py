@@ -33,6 +33,8 @@ PYTHON = "python"
 
 _OURS = os.path.realpath(Path(__file__).parents[2]) + os.sep
 """Folder of this package, however it is installed. Its tracing code is identified by content: `sources_digest`."""
+_TOP = re.compile(r"""^"?([^/,".\s]+)(?:/|(?:\.[\w-]+)*\.(?:py|so|pyd)[",])""", re.MULTILINE)
+"""The top-level package or module of a line of RECORD."""
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
@@ -194,12 +196,26 @@ def _distributions_of(directory: str, top: str) -> str:
         declared = (same.read_text("top_level.txt") or top).split()
         if top in declared:
             return _normal(same.metadata["Name"])
-    return "+".join(sorted({_normal(name) for name in _packages().get(top, [])})) or USER
+    return "+".join(sorted({_normal(each.metadata["Name"]) for each in providers().get(top, [])})) or USER
 
 
 @functools.cache
-def _packages() -> dict[str, list[str]]:
-    return dict(metadata.packages_distributions())
+def providers() -> dict[str, list[metadata.Distribution]]:
+    """Distributions of each top-level package or module, as ``packages_distributions`` finds them.
+
+    That parses the metadata of each distribution, and makes a path of each file: a tenth of the start of a job.
+    """
+    found: dict[str, list[metadata.Distribution]] = {}
+    for each in metadata.distributions():
+        tops = (each.read_text("top_level.txt") or "").split()
+        if not tops:
+            listed = each.read_text("RECORD")
+            if listed is None:  # an older format
+                listed = "\n".join(f"{file}," for file in each.files or ())
+            tops = list(dict.fromkeys(_TOP.findall(listed)))
+        for top in tops:
+            found.setdefault(top, []).append(each)
+    return found
 
 
 _contents: dict[str, tuple[tuple[int, int], str]] = {}
