@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from yardstick import RANK
@@ -184,9 +185,12 @@ def gradient_counted_twice() -> contextlib.AbstractContextManager[Any]:
 
 @fault
 def missed_reduction() -> contextlib.AbstractContextManager[Any]:
-    class Done:
-        def wait(self) -> None:
-            pass
+    class Done(dist.Work):
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self, timeout: Any = None) -> bool:
+            return True
 
     return instead(reducer.dist, "all_reduce", lambda *_, **__: Done())
 
