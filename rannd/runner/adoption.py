@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
+from rannd.ranks.core_count import core_count
 from rannd.ranks.rank_variables import as_torchrun
 from rannd.runner.resources import host_list
 from rannd.runner.resources.allocation import expand_nodelist
@@ -93,7 +94,7 @@ def _cores(environ: Mapping[str, str], local_ranks: int) -> int:
     if environ.get("SLURM_CPUS_PER_TASK", "").isdecimal():
         return int(environ["SLURM_CPUS_PER_TASK"]) * local_ranks
     pinned = len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
-    return host_list.core_count() * (local_ranks if pinned else 1)
+    return core_count() * (local_ranks if pinned else 1)
 
 
 def _meeting_point(environ: Mapping[str, str], here: Rank) -> dict[str, str]:

@@ -15,6 +15,7 @@ import rannd.config
 from rannd import __version__
 from rannd.config import Config
 from rannd.errors import LaunchError, RanndError
+from rannd.ranks.core_count import core_count
 from rannd.runner.launch.mpi import find_launcher
 from rannd.runner.resources import host_list
 from rannd.runner.resources.inherited import without_rank
@@ -83,7 +84,7 @@ def _configuration(file: Path | None, loaded: list[Config]) -> str:
 
 
 def _devices(environ: Mapping[str, str]) -> str:
-    gpus, cores = host_list.gpu_count(environ), host_list.core_count()
+    gpus, cores = host_list.gpu_count(environ), core_count()
     ranks = host_list.default_size(gpus, cores)
     started = "one rank" if ranks == 1 else f"{ranks} ranks"
     return f"GPUs: {gpus}, cores: {cores}; rannc-run starts {started} unless -np is given"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import rannd
 from rannd.errors import LaunchError, UsageError
+from rannd.ranks.core_count import core_count
 from rannd.runner.launch.mpi import Launcher, LauncherKind, command_line, find_launcher, launcher_variables, search_path
 from rannd.runner.rank_placement import decide
 from rannd.runner.resources import host_list
@@ -107,7 +108,7 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
         raise UsageError(f"the working directory cannot be used: {error}; change to an existing one") from None
     command = rank_command(options)
     gpus = host_list.gpu_count(environ)
-    cores = host_list.core_count()
+    cores = core_count()
     cluster = _cluster(options)
     launcher = find_launcher(environ)
     placement = decide(

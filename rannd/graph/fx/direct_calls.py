@@ -3,6 +3,8 @@
 torch.fx writes a call of an operator as ``torch.ops.aten.mm.default(a, b)``: four attributes are looked up, and a
 function in Python calls the one in C++ that does the work. In a graph of a thousand operators this is a sixth of the
 host's time. Here each operator's function in C++ is looked up once, before the first call.
+
+torch's compiler does not trace such code: what it gets is a graph of its own (rannd/runtime/compiling/kinds.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch.fx import Graph, GraphModule
 
 from rannd.graph.fx.fx_names import graph_module
 
-_CALL = re.compile(r"(?<![\w.])torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+_CALL = re.compile(r"^(\s*\w+(?:\s*:[^=\n]*)? = )(torch\.ops\.(\w+)\.(\w+)\.(\w+))(?=\()", re.MULTILINE)
+"""A statement that calls an operator; text in its arguments is none, since line ends in it are escaped."""
 
 
 def direct_module(root: nn.Module, graph: Graph, name: str) -> GraphModule:
@@ -32,15 +35,15 @@ def _direct(body: Sequence[str]) -> list[str]:
     local: dict[str, str] = {}
 
     def call(found: re.Match[str]) -> str:
-        operator = found[0]
+        result, operator, *names = found.groups()
         if operator not in local:
-            if type(_operator(*found.groups())) is not OpOverload:
-                return operator
-            given = "_".join(found.groups())
-            while re.search(rf"\b{given}\b", code):  # a node has this name
+            if type(_operator(*names)) is not OpOverload:
+                return found[0]
+            given = "_".join(names)
+            while given in local.values() or re.search(rf"\b{given}\b", code):  # a node has this name
                 given += "_"
             local[operator] = given
-        return local[operator]
+        return result + local[operator]
 
     code = _CALL.sub(call, code)
     return [*(f"{given} = {operator}.op\n" for operator, given in local.items()), code]

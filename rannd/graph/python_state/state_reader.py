@@ -18,12 +18,16 @@ import torch
 from torch import nn
 
 from rannd.graph.fingerprint.object_reader import modules_of
-from rannd.graph.fingerprint.state_rules import MODULE_PARTS, TENSORS, ModulePart
+from rannd.graph.fingerprint.state_rules import IGNORED_OF_TENSORS, MODULE_PARTS, TENSORS, ModulePart
 from rannd.graph.python_state.guards import PythonState, state_of
 from rannd.graph.python_state.snapshot import SnapshotWriter, is_constant, is_skipped
 
 MOST_STATES = 4
 """States that are known: those of training and evaluation, each with two sets of frozen parameters."""
+MOST_MISSES = 2 * MOST_STATES
+"""Readings one after the other that find a new state, before none is watched for, as the next"""
+REST = 100
+"""readings will find new ones as well: code that counts its calls."""
 
 
 class StateReader:
@@ -36,14 +40,21 @@ class StateReader:
         self._ignored: frozenset[str] = frozenset()
         self._restless: set[int] = set()
         """Modules, by id, with attributes that are replaced by equal ones: these are compared by value."""
+        self._misses = 0
+        self._rest = 0
 
     def read(self, ignored: Set[str]) -> PythonState:
         """As `state_of`; the same object as before if nothing has changed since then."""
         if ignored != self._ignored:  # states that are known have forgotten names, or lack them
             self._watches.clear()
             self._ignored = frozenset(ignored)
+            self._misses = self._rest = 0
+        if self._rest:
+            self._rest -= 1
+            return state_of(self._model, ignored)
         for watch in self._watches:
             if watch.holds():
+                self._misses = 0
                 if watch is not self._watches[0]:
                     self._watches.remove(watch)
                     self._watches.appendleft(watch)
@@ -51,7 +62,12 @@ class StateReader:
         state = state_of(self._model, ignored)
         if self._watches:
             self._restless |= self._watches[0].restless(state)
-        self._watches.appendleft(_Watch(self._model, state, self._ignored, self._restless))
+        self._misses += 1
+        if self._misses < MOST_MISSES:
+            self._watches.appendleft(_Watch(self._model, state, self._ignored, self._restless))
+        else:  # what is watched is kept alive
+            self._watches.clear()
+            self._misses, self._rest = 0, REST
         return state
 
 
@@ -79,7 +95,7 @@ class _Watch:
         for name, module in modules_of(model):
             own = object.__getattribute__(module, "__dict__")
             recorded = state.modules[name]
-            if id(module) in restless or not ignored.isdisjoint(own) or not _is_plain(own):
+            if id(module) in restless or not ignored.isdisjoint(own) or not _is_plain(own, ignored):
                 self._again.append((module, None, recorded))
                 continue
             self._modules.append(module)
@@ -99,18 +115,31 @@ class _Watch:
                     self._dicts.append(value)
                     if part is ModulePart.TENSORS:
                         tensors += [tensor for tensor in value.values() if tensor is not None]
+        self._dicts += [tensor.__dict__ for tensor in tensors if tensor.__dict__]
         self._kinds = list(map(type, self._modules))
         self._dicts = [*self._owned, *self._dicts]
         self._sizes = list(map(len, self._dicts))
         self._keys = list(chain.from_iterable(self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._tensors = tensors
-        self._properties = _properties(tensors)
+        with torch._C.DisableTorchFunction():
+            self._properties = _properties(tensors)
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
+        writer = SnapshotWriter(self._ignored, self._every)
+        if writer.process() != self.state.process:
+            return False
         with torch._C.DisableTorchFunction():
-            return self._are_same_objects() and self._properties == _properties(self._tensors) and self._reads_alike()
+            return (
+                self._are_same_objects()
+                and self._properties == _properties(self._tensors)
+                # In the same order as for the state.
+                and all(
+                    (writer.attribute(value) if module is None else writer.module(module)) == recorded
+                    for module, value, recorded in self._again
+                )
+            )
 
     def restless(self, state: PythonState) -> set[int]:
         """Modules, by id, that are recorded alike in `state` although their attributes are other objects."""
@@ -134,32 +163,35 @@ class _Watch:
             and list(chain.from_iterable(self._dicts)) == self._keys
         )
 
-    def _reads_alike(self) -> bool:
-        """Read what has contents, in the same order as for the state."""
-        writer = SnapshotWriter(self._ignored, self._every)
-        return writer.process() == self.state.process and all(
-            (writer.attribute(value) if module is None else writer.module(module)) == recorded
-            for module, value, recorded in self._again
-        )
 
-
-def _is_plain(own: dict[str, Any]) -> bool:
-    """Whether a module has no hooks and the like, and ordinary tensors without attributes."""
+def _is_plain(own: dict[str, Any], ignored: Set[str]) -> bool:
+    """Whether a module has no hooks and the like, and ordinary tensors."""
     for key, part in MODULE_PARTS.items():
+        if part is ModulePart.VALUE or is_skipped(key):
+            continue
         value = own.get(key)
-        if not value or is_skipped(key) or part is ModulePart.VALUE:
+        if not value:
             continue
         if part not in (ModulePart.TENSORS, ModulePart.MODULES) or type(value) is not dict:
             return False
-        if part is ModulePart.TENSORS and not all(map(_is_ordinary, value.values())):
+        if part is ModulePart.TENSORS and not all(_is_ordinary(each, ignored) for each in value.values()):
             return False
     return True
 
 
-def _is_ordinary(tensor: torch.Tensor | None) -> bool:
-    return tensor is None or (type(tensor) in TENSORS and not tensor.__dict__)
+def _is_ordinary(tensor: torch.Tensor | None, ignored: Set[str]) -> bool:
+    """Whether a tensor is of one of torch's own classes, with attributes that cannot change, if any."""
+    if tensor is None:
+        return True
+    own = tensor.__dict__.items()
+    return type(tensor) in TENSORS and all(
+        is_constant(value) and key not in ignored and not key.startswith(IGNORED_OF_TENSORS) for key, value in own
+    )
 
 
 def _properties(tensors: Iterable[torch.Tensor]) -> list[tuple[object, ...]]:
-    """What a snapshot records of tensors beside their identity, and whether they have attributes by now."""
-    return [(type(each), each.requires_grad, each.dtype, each.shape, not each.__dict__) for each in tensors]
+    """What a snapshot records of tensors beside their identity, and the dict of their attributes, if there are any."""
+    return [
+        (type(each), each.requires_grad, each.dtype, each.shape, id(own) if (own := each.__dict__) else 0)
+        for each in tensors
+    ]

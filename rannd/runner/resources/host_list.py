@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import glob
 import ipaddress
-import math
-import os
 import re
 import shutil
 import socket
@@ -133,23 +131,6 @@ def place(size: int, hosts: Sequence[Host]) -> list[RankHost]:
 def default_size(gpus: int, cores: int) -> int:
     """Return the default number of ranks on a machine: one per GPU; without GPUs one per pair of cores."""
     return gpus or max(1, cores // 2)
-
-
-def core_count(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the cores that this process may use: its affinity, and the quota of its control group (containers).
-
-    `groups`: Where control groups are mounted.
-    """
-    cores = len(os.sched_getaffinity(0))
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
-        try:
-            told = " ".join((groups / name).read_text(encoding="ascii") for name in names)
-            quota, period = map(int, told.split())
-        except (OSError, ValueError):  # not this version; "max": no quota
-            continue
-        if quota > 0 and period > 0:
-            return max(1, min(cores, math.ceil(quota / period)))
-    return cores
 
 
 def gpu_count(environ: Mapping[str, str]) -> int:

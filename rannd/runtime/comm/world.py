@@ -27,6 +27,7 @@ from rannd.device.streams import Issued
 from rannd.errors import UsageError
 from rannd.plan.deployment import Slot
 from rannd.ranks import open_files
+from rannd.ranks.core_count import core_count
 from rannd.ranks.host_name import host_name
 from rannd.runtime.comm import rendezvous
 from rannd.runtime.comm.rank_devices import RankDevice, node_identity, slots_of
@@ -363,7 +364,8 @@ def _make(config: Config) -> World:
     everyone = [
         msgspec.msgpack.decode(data, type=RankDevice) for data in world.gather_bytes(msgspec.msgpack.encode(mine))
     ]
-    host_wait.poll(host_wait.suffices(cores, (each.cores for each in everyone if each.node == mine.node)))
+    free = core_count() == len(cores)  # a container's quota is for all of its threads together
+    host_wait.poll(free and host_wait.suffices(cores, (each.cores for each in everyone if each.node == mine.node)))
     slots = slots_of(everyone, shared=transport.shares_devices)
     if is_accelerator(device):  # NCCL makes a communicator at the first use, for which the hosts have to meet
         dist.all_reduce(torch.zeros(1, device=device), group=forward)

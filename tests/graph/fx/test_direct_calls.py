@@ -76,6 +76,28 @@ def test_what_is_no_operator_in_cpp_is_called_as_before() -> None:
         assert torch.equal(direct(value)[0], _Branching()(value))
 
 
+@torch.library.custom_op("rannd_direct::calls_f", mutates_args=())
+def _first(x: torch.Tensor, text: str) -> torch.Tensor:
+    return x + len(text)
+
+
+@torch.library.custom_op("rannd_direct_calls::f", mutates_args=())
+def _second(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_operators_of_like_names_and_text_that_looks_like_a_call() -> None:
+    text = "\ny = torch.ops.aten.neg.default(x)"
+    graph = Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.rannd_direct.calls_f.default, (x, text))
+    second = graph.call_function(torch.ops.rannd_direct_calls.f.default, (x,))
+    graph.output((first, second))
+    direct = direct_module(nn.Module(), graph, "Stage")
+    assert "calls_f_default_(" in direct.code
+    assert [each.item() for each in direct(torch.tensor(1.0))] == [1 + len(text), 2]
+
+
 class _Branching(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y * 3, (x,))

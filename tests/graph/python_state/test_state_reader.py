@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from torch import nn
 
 from rannd.graph.python_state.guards import PythonState, changed, state_of
 from rannd.graph.python_state.snapshot import SnapshotWriter
-from rannd.graph.python_state.state_reader import StateReader
+from rannd.graph.python_state.state_reader import REST, StateReader
 
 
 class Settings:
@@ -179,6 +181,83 @@ def test_equal_values_in_new_objects_are_no_change_and_cost_a_look_at_their_modu
     assert model[2].inner not in seen
     model[0].width = 1001
     assert reader.read(frozenset()) != again
+
+
+def test_a_default_device_without_an_index_is_seen() -> None:
+    model = _model()
+    reader = StateReader(model)
+    before = reader.read(frozenset())
+    with torch.device("meta"):
+        inside = reader.read(frozenset())
+        assert inside != before
+        assert reader.read(frozenset()) is inside
+    assert reader.read(frozenset()) is before
+
+
+def test_function_modes_see_no_more_than_in_a_snapshot() -> None:
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    model = _model()
+    seen: list[Any] = []
+    with Counting():
+        state_of(model)
+        alone = len(seen)
+        seen.clear()
+        reader = StateReader(model)
+        state = reader.read(frozenset())
+        assert len(seen) == alone
+        seen.clear()
+        assert reader.read(frozenset()) is state
+        assert len(seen) <= alone
+
+
+def test_states_that_are_always_new_are_not_kept() -> None:
+    model = _model()
+    reader = StateReader(model)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(40):
+        model[0].plain = torch.ones(3)
+        alive.append(weakref.ref(model[0].plain))
+        assert reader.read(frozenset()) == state_of(model)
+    gc.collect()
+    assert sum(each() is not None for each in alive) == 1
+    for _ in range(REST):
+        reader.read(frozenset())
+    state = reader.read(frozenset())
+    assert reader.read(frozenset()) is state, "it is found again after a while"
+
+
+def test_attributes_of_parameters_that_cannot_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    for parameter in model.parameters():  # as transformers' from_pretrained leaves it
+        parameter._is_hf_initialized = True
+    reader = StateReader(model)
+    state = reader.read(frozenset())
+    seen: list[nn.Module] = []
+    write = SnapshotWriter.module
+    monkeypatch.setattr(SnapshotWriter, "module", lambda self, each: seen.append(each) or write(self, each))
+    assert reader.read(frozenset()) is state
+    monkeypatch.undo()
+    assert {type(each) for each in seen} == {Block}, "of which one buffer is not saved"
+    model[4].weight._is_hf_initialized = False
+    changed_one = reader.read(frozenset())
+    assert changed_one != state
+    del model[4].weight._is_hf_initialized
+    assert reader.read(frozenset()) not in (state, changed_one)
+    model[4].weight.__dict__ = {"_is_hf_initialized": True}
+    assert reader.read(frozenset()) == state
+    model[4].weight.more = [1]
+    assert reader.read(frozenset()) == state_of(model) != state
+
+
+def test_a_training_flag_that_has_no_truth_value() -> None:
+    model = _model()
+    model[1].training = torch.ones(2)
+    reader = StateReader(model)
+    assert reader.read(frozenset()) is reader.read(frozenset())
 
 
 def test_names_that_are_ignored() -> None:
