@@ -36,7 +36,7 @@ from rannd.errors import CheckpointError, RankFailedError, StepError
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.ranks.admission import new_token
 from rannd.ranks.host_name import host_name
-from rannd.runtime.failure import late_error, stack_dump, wait_notice
+from rannd.runtime.failure import late_error, stack_dump, thread_stacks, wait_notice
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.coordinator import ANSWER_S, GRACE_S, Hub
 from rannd.runtime.failure.failure_report import Failure, failure_of, is_broken
@@ -279,6 +279,7 @@ class FailureDetector:
                 raise self._again(self.failure)
             where.call, where.thread, where.user_line = call, threading.get_ident(), stack_dump.line_of_caller()
             where.calls += 1
+            thread_stacks.note()
         where.turns += 1
         where.depth += 1
 

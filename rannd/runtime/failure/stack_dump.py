@@ -69,15 +69,15 @@ def doing(where: Where) -> str:
     `wait` of a transfer directly): anything else that takes long is other code. A thread in torch's autograd engine
     waits if a thread of the engine does: on GPUs, hooks run there.
     """
-    stacks = thread_stacks.read()
-    stack = stacks.get(where.thread)
+    stack = thread_stacks.read_one(where.thread)
     if stack is None or not (_inside(stack) or (not stack.whole and where.depth)):
         return "script"
     if _waits(stack):
         return "waiting"
     if stack.lines[0].function == _ENGINE:
         own = (where.thread, threading.get_ident())
-        others = (each for ident, each in stacks.items() if ident not in own and not _begun_by_python(each))
+        stacks = thread_stacks.read().items()
+        others = (each for ident, each in stacks if ident not in own and not _begun_by_python(each))
         if any(_waits(each) and _inside(each) for each in others):
             return "waiting"
     return "preparing" if where.preparing else "working"
@@ -148,7 +148,7 @@ def entry(where: Where) -> str:
 
 def activity(where: Where) -> str:
     """``tracing``, ``compiling`` and so on, by the folder of rannd's innermost line; '' for anything else."""
-    stack = thread_stacks.read().get(where.thread)
+    stack = thread_stacks.read_one(where.thread)
     for each in stack.lines if stack else ():
         if each.file.startswith(_RANND):
             place = each.file.removeprefix(_RANND)
@@ -163,14 +163,14 @@ def progress(where: Where) -> tuple[object, ...]:
 
 def _lines(where: Where) -> Sequence[CodeLine]:
     """Lines of the thread that runs the model; none if it has ended."""
-    stack = thread_stacks.read().get(where.thread)
+    stack = thread_stacks.read_one(where.thread)
     return () if stack is None else stack.lines
 
 
 def _of_script(where: Where) -> list[ThreadStack]:
     """Stacks of the thread that runs the model and of the main thread, as far as they run."""
-    stacks = thread_stacks.read()
-    return [stacks[each] for each in (where.thread, threading.main_thread().ident or 0) if each in stacks]
+    found = map(thread_stacks.read_one, (where.thread, threading.main_thread().ident or 0))
+    return [each for each in found if each is not None]
 
 
 def _place(line: CodeLine) -> str:

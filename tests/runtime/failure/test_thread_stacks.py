@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import faulthandler
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -130,3 +132,29 @@ def test_reading_beside_threads_that_call_and_allocate() -> None:
         for thread in threads:
             thread.join()
     assert deepest > 40
+
+
+def test_one_stack_is_that_among_all(begin: Begin) -> None:
+    thread_stacks.note()
+    main, loader = threading.main_thread().ident or 0, begin("/home/me/train.py", "load", 2)
+    for ident in (main, loader):
+        one, among_all = thread_stacks.read_one(ident), thread_stacks.read()[ident]
+        assert one is not None
+        if ident == main:
+            assert [each.function for each in one.lines[:2]] == ["read_one", "test_one_stack_is_that_among_all"]
+        assert one.lines[-1] == among_all.lines[-1]
+        assert one.whole == among_all.whole
+    assert thread_stacks.read_one(1) is None
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="faulthandler reads no states without values there")
+def test_the_main_threads_is_read_without_the_list_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread_stacks.note()
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda *_, **__: pytest.fail("all are read"))
+    found: list[thread_stacks.ThreadStack | None] = []
+    other = threading.Thread(target=lambda: found.append(thread_stacks.read_one(threading.main_thread().ident or 0)))
+    other.start()
+    other.join()
+    (stack,) = found
+    assert stack is not None
+    assert "test_the_main_threads_is_read_without_the_list_of_all" in [each.function for each in stack.lines]
