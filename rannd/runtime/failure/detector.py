@@ -146,6 +146,7 @@ class FailureDetector:
         """
         self._notice = notice_s
         self.where.thread = threading.get_ident()
+        thread_stacks.note()
 
         def run() -> None:
             # Two ranks tell, one of which waits: all of them would fill the log.
