@@ -55,6 +55,20 @@ def _moved(model: Any) -> None:
     model[4].__dict__ = {**model[4].__dict__, "last": model[2].__dict__.pop("last")}
 
 
+def _renamed_in_a_plain_module(model: Any) -> None:
+    model[1].outplace = model[1].__dict__.pop("inplace")
+
+
+def _moved_to_the_next(model: Any) -> None:
+    """The last attribute of a module becomes the first one of the module that is read after it."""
+    before, after = model[3].__dict__, model[4].__dict__
+    key, value = before.popitem()
+    others = list(after.items())
+    after.clear()
+    after[key] = value
+    after.update(others)
+
+
 def _replaced_dict(model: Any) -> None:
     model[1].__dict__ = {**model[1].__dict__, "p": 0.2}
 
@@ -84,7 +98,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "new attribute": lambda model: setattr(model[1], "more", 1),
     "attribute gone": lambda model: delattr(model[0], "last"),
     "attribute renamed": _renamed,
+    "attribute renamed in a plain module": _renamed_in_a_plain_module,
     "attribute in another module": _moved,
+    "attribute in the next module": _moved_to_the_next,
     "other attributes": _replaced_dict,
     "inside a list": lambda model: model[2].nested["a"][0].append(3),
     "inside an object": lambda model: setattr(model[2].settings, "alpha", 2.0),
