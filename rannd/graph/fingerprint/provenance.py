@@ -203,7 +203,7 @@ def _distributions_of(directory: str, top: str) -> str:
 def providers() -> dict[str, list[metadata.Distribution]]:
     """Distributions of each top-level package or module, as ``packages_distributions`` finds them.
 
-    That parses the metadata of each distribution, and makes a path of each file: a tenth of the start of a job.
+    That parses the metadata of each distribution and makes a path of each file, which delays the start of a job.
     """
     found: dict[str, list[metadata.Distribution]] = {}
     for each in metadata.distributions():

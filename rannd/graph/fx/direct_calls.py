@@ -1,8 +1,8 @@
 """Modules of graphs whose code calls operators without a detour through Python.
 
 torch.fx writes a call of an operator as ``torch.ops.aten.mm.default(a, b)``: four attributes are looked up, and a
-function in Python calls the one in C++ that does the work. In a graph of a thousand operators this is a sixth of the
-host's time. Here each operator's function in C++ is looked up once, before the first call.
+function in Python calls the one in C++ that does the work. In a graph of many small operators the host feels this. Here
+each operator's function in C++ is looked up once, before the first call.
 
 torch's compiler does not trace such code: what it gets is a graph of its own (rannd/runtime/compiling/kinds.py).
 """

@@ -25,9 +25,9 @@ from rannd.graph.python_state.snapshot import SnapshotWriter, is_constant, is_sk
 MOST_STATES = 4
 """States that are known: those of training and evaluation, each with two sets of frozen parameters."""
 MOST_MISSES = 2 * MOST_STATES
-"""Readings one after the other that find a new state, before none is watched for, as the next"""
+"""So many readings in a row that find a new state, as where code counts its calls, and none is watched for a while."""
 REST = 100
-"""readings will find new ones as well: code that counts its calls."""
+"""How many readings that lasts."""
 
 
 class StateReader:
@@ -77,7 +77,8 @@ class _Watch:
     def __init__(self, model: nn.Module, state: PythonState, ignored: frozenset[str], restless: Set[int]) -> None:
         self.state = state
         self._ignored = ignored
-        self._every = [module for _, module in modules_of(model)]
+        named = list(modules_of(model))
+        self._every = [module for _, module in named]
         self._modules: list[nn.Module] = []
         """Those of whose attributes most are compared by identity."""
         self._names: list[str] = []
@@ -92,7 +93,7 @@ class _Watch:
         """(module, None, its record) or (None, value of an attribute, its record), in the order of `state_of`, because
         the limits of a snapshot are for all values together."""
         met: set[int] = set()
-        for name, module in modules_of(model):
+        for name, module in named:
             own = object.__getattribute__(module, "__dict__")
             recorded = state.modules[name]
             if id(module) in restless or not ignored.isdisjoint(own) or not _is_plain(own, ignored):

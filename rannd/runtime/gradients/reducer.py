@@ -385,5 +385,5 @@ class Reducer:
 
 
 def _in_type(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As ``gradient.to(dtype)``, which takes ten times as long for what has the type already: nearly always."""
+    """As ``gradient.to(dtype)``, which dispatches even for what has the type already: nearly always."""
     return gradient if gradient.dtype is dtype else gradient.to(dtype)

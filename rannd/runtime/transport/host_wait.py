@@ -1,7 +1,7 @@
 """Waiting on the host for collectives.
 
-A processor with nothing to do sleeps, and to wake it takes from 50 us to, in a virtual machine, 4 ms: more than most
-collectives of small models take. So a rank that has processors of its own asks for a short while whether one is done,
+A processor with nothing to do sleeps, and to wake it may take longer, in a virtual machine above all, than a collective
+of a small model. So a rank that has processors of its own asks for a short while whether one is done,
 before it sleeps. MPI's implementations wait in this way. gloo does not tell of a single message whether it is done.
 """
 
