@@ -10,7 +10,8 @@ so gaps in which the device would wait for the host do not count, nor does what 
 The host's time is taken apart, from an empty queue on and without waiting. A span costs the larger of the two: a model
 runs no faster than it is issued, and no faster than the device computes.
 
-On the CPU a span costs its wall time, less what the thread waited for a processor that other processes had.
+On the CPU a span costs its wall time, less what the thread waited for a processor that other processes had. What it
+waited for other threads of its own process, as for those that copy messages, counts: each run of the span has that.
 """
 
 from __future__ import annotations
@@ -231,10 +232,10 @@ class HostClock:
         return HostTime(wall_ns / 1e3, delayed_us, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
 
     def moment(self) -> tuple[int, float]:
-        """Return the wall clock in nanoseconds, and how long this thread has waited for a processor in microseconds.
+        """Return the wall clock in nanoseconds, and how long this thread has waited for others' processors, in us.
 
-        The latter is 0 where the system does not tell it. Both are of one moment: nothing took the processor away
-        between them.
+        The latter counts from the first reading on, and is 0 where the system does not tell it. Both are of one moment:
+        nothing took the processor away between them.
         """
         known = self._known
         for _ in range(_ATTEMPTS):
@@ -247,7 +248,7 @@ class HostClock:
     def _delayed_us(self) -> float:
         known, switches = self._known, _switches()
         if getattr(known, "process", 0) != os.getpid():  # a fork has its own
-            known.process, known.switches, known.delayed_us = os.getpid(), -1, 0.0
+            known.process, known.switches, known.delayed_us, known.waited = os.getpid(), -1, 0.0, None
             try:
                 known.schedstat = _Schedstat()
             except OSError:
@@ -255,7 +256,12 @@ class HostClock:
         if switches != known.switches:  # it changes with them only
             known.switches = switches
             try:
-                known.delayed_us = known.schedstat.delayed_us() if known.schedstat is not None else 0.0
+                if known.schedstat is not None:
+                    waited = known.schedstat.delayed_us(), _other_threads_us()
+                    if known.waited is not None:
+                        ready_us, threads_us = (now - then for now, then in zip(waited, known.waited, strict=True))
+                        known.delayed_us += max(ready_us - max(threads_us, 0.0), 0.0)
+                    known.waited = waited
             except (OSError, IndexError, ValueError):  # the script has closed it
                 known.schedstat = None
         found: float = known.delayed_us
@@ -276,6 +282,14 @@ def _switches() -> int:
     """How often this thread has left a processor."""
     used = resource.getrusage(resource.RUSAGE_THREAD)
     return used.ru_nvcsw + used.ru_nivcsw
+
+
+def _other_threads_us() -> float:
+    """Return the microseconds of processors that other threads of this process have had.
+
+    0 where torch computes with several: they have processors of their own, so the thread did not wait for them.
+    """
+    return 0.0 if torch.get_num_threads() > 1 else (time.process_time_ns() - time.thread_time_ns()) / 1e3
 
 
 def host_sample(first: HostTime, last: HostTime, *, disturbs: bool) -> Sample:

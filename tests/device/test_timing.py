@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +31,45 @@ from rannd.device.timing import (
 )
 
 PIECE_US = 100.0
+
+
+@contextlib.contextmanager
+def one_core(others: int = 0) -> Iterator[None]:
+    """Binds this thread to a core that so many busy processes have as well."""
+    cores = os.sched_getaffinity(0)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
+    try:
+        for pid in (0, *(each.pid for each in busy)):
+            os.sched_setaffinity(pid, {min(cores)})
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        for each in busy:
+            each.kill()
+            each.wait()
+
+
+@pytest.fixture
+def single_threaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch computes in ranks that have one core each."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def compute(seconds: float) -> None:
+    """Use so much time of a processor."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(1000))
+
+
+def ready_us() -> float:
+    """How long this thread was ready to run, but not on a processor."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e3
+
+
+def threads_us() -> float:
+    """What other threads of this process have computed."""
+    return (time.process_time_ns() - time.thread_time_ns()) / 1e3
 
 
 class Simulated:
@@ -221,39 +262,43 @@ def test_what_a_thread_waited_for_a_processor_is_not_counted() -> None:
 
 def test_a_processor_that_others_take_away_is_not_counted() -> None:
     """For real: a thread that computes and sleeps, in turns with busy processes on its only core."""
-    cores = os.sched_getaffinity(0)
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    core = {min(cores)}
     clock = HostClock()
     assert clock.tells_delays
-    try:
-        os.sched_setaffinity(0, core)
-        for other in others:
-            os.sched_setaffinity(other.pid, core)
-        first, begin = clock.read(), time.thread_time()
-        while time.thread_time() < begin + 0.3:
-            sum(range(1000))
+    with one_core(others=2):
+        first = clock.read()
+        compute(0.3)
         time.sleep(0.2)
         last = clock.read()
-    finally:
-        os.sched_setaffinity(0, cores)
-        for other in others:
-            other.kill()
-            other.wait()
     assert last.preempted > first.preempted
     assert last.wall_us - first.wall_us > 700_000
     assert 490_000 < host_sample(first, last, disturbs=False).us < 600_000
 
 
+@pytest.mark.usefixtures("single_threaded")
+def test_a_processor_that_the_process_itself_takes_is_counted() -> None:
+    """As threads that copy messages do, in each step."""
+    clock = HostClock()
+    with one_core(), ThreadPoolExecutor(1) as pool:
+        first, ready = clock.read(), ready_us()
+        copying = pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 300_000)  # computes without the interpreter
+        while not copying.done():
+            compute(0.01)
+        last, ready = clock.read(), ready_us() - ready
+    assert ready > 50_000
+    assert last.delayed_us - first.delayed_us < 0.3 * ready
+
+
+@pytest.mark.usefixtures("single_threaded")
 def test_threads_and_forks_have_their_own_clocks() -> None:
     clock = HostClock()
 
-    def truth() -> float:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e3
-
     def is_right() -> bool:
-        before, found, after = truth(), clock.moment()[1], truth()
-        return before <= found <= after
+        earliest, threads, first, early = ready_us(), threads_us(), clock.moment()[1], ready_us()
+        with one_core(others=1):
+            compute(0.05)
+        late, last, latest = ready_us(), clock.moment()[1], ready_us()
+        assert late - early > 20_000
+        return late - early - (threads_us() - threads) - 1 <= last - first <= latest - earliest + 1
 
     assert is_right()
     with ThreadPoolExecutor(1) as pool:
