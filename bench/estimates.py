@@ -43,8 +43,8 @@ HALF = "BENCH_ESTIMATES_HALF"
 """Variable of the ranks: 0 or 1, of every two plans the one that is run; unset: all."""
 BUSY = "BENCH_ESTIMATES_BUSY"
 """Variable of the ranks: processes that come and go beside them."""
-AFTER = 8
-"""Steps after which a job learns: a round of `--steps 3` is four."""
+AFTER = 20
+"""Steps after which a job learns, if it has as many: the default (`calibrate_after`)."""
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off"}
 PLANS: dict[str, dict[str, str]] = {
     "data parallel": {"PARTITION_NUM": "1", "PIPELINE_NUM": "1"},
@@ -105,8 +105,9 @@ def main() -> None:
             variables = {**os.environ, **PLAIN, BUSY: str(options.busy)}
             sys.exit(subprocess.run(command, env=variables, check=False).returncode)
     with home() as environment, busy(options.busy):
+        after = min(AFTER, (options.rounds + 1) * (options.steps + 1) - 2)  # a round has a step of warm-up
         for half in "01":
-            cached = {BUSY: str(options.busy), "RANNC_CACHE": "on", "RANNC_CALIBRATE_AFTER": str(AFTER), HALF: half}
+            cached = {BUSY: str(options.busy), "RANNC_CACHE": "on", "RANNC_CALIBRATE_AFTER": str(after), HALF: half}
             subprocess.run(command, env={**environment, **PLAIN, **cached}, check=True)
 
 
