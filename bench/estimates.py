@@ -199,7 +199,7 @@ def pace() -> float:
 
 def show_times(what: str, made: list[Configuration], times: list[list[float]], *, judged: bool) -> None:
     """Print the table of times; goals are those of plans that nothing was learned from, after learning."""
-    errors, beyond = [], 0
+    errors, limits = [], []
     table = Table(
         f"Time of steps, {what}", "plan", ("predicted", "{:.2f} ms"), ("measured", "{:.2f} ms"),
         "measured / predicted", ("half of the quartiles' distance", "{:.3f}"),
@@ -208,18 +208,19 @@ def show_times(what: str, made: list[Configuration], times: list[list[float]], *
         low, middle, high = statistics.quantiles(taken, n=4)
         ratio, noise = 1e6 * middle / each.predicted_us, (high - low) / 2 / middle
         errors.append(abs(1 / ratio - 1))
-        beyond += errors[-1] > max(0.1, 2 * noise)
+        limits.append(errors[-1] / max(0.1, 2 * noise))
         table.row(each.name, each.predicted_us / 1e3, Spread.of(taken, 1e3), ratio, noise)
-    errors.sort()
-    median, late = statistics.median(errors), errors[int(0.95 * (len(errors) - 1))]
+    median = statistics.median(errors)
+    late, late_of_limit = (sorted(each)[int(0.95 * (len(each) - 1))] for each in (errors, limits))
     sums = Table(
         f"Error of the prediction, {what}", "plans", ("median", "{:.1%}"), ("95th percentile", "{:.1%}"),
         "beyond both 10 % and twice the spread of their steps",
     )  # fmt: skip
-    sums.row(len(errors), median, late, beyond)
+    sums.row(len(errors), median, late, sum(each > 1 for each in limits))
     if judged:
         found("estimate-median", median, what)
         found("estimate-p95", late, what)
+        found("estimate-noise", late_of_limit, what)
 
 
 def show_memory(what: str, made: list[Configuration], memory: list[tuple[float, float]]) -> None:
