@@ -71,7 +71,8 @@ GOALS = {
     ),
     "estimate-p95": Goal("estimates", "the same, 95th percentile", 0.10, form="{:.1%}"),
     "estimate-noise": Goal(
-        "estimates", "the same / the larger of 10 % and twice the spread of its steps, 95th percentile", 1.0, form="{:.2f}"
+        "estimates", "the same / the larger of 10 % and twice the spread of its steps, 95th percentile", 1.0,
+        form="{:.2f}",
     ),
     "estimate-memory": Goal("estimates", "error of memory, median", 0.05, form="{:.1%}", peer="Megatron: 1 %"),
     "estimate-memory-most": Goal("estimates", "most of used / planned memory", 1.0),
