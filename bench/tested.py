@@ -1,11 +1,12 @@
 """Promises that tests keep: runs those that count cases, and tells how many fail.
 
-    python bench/tested.py [gradients exhaustive mutations] [--few]
+    python bench/tested.py [exhaustive mutations gradients] [--few | --whole]
 
-gradients   every kind of plan compared with one process that emulates the ranks, in float64, to 1e-9 (tests/parity)
 exhaustive  the planner compared with a search of all plans, 1,000 random instances (tests/plan/search/test_stages.py)
 mutations   10,000 changed models and calls, none of which has the fingerprint or the graph hash of another; of many
             that miss a key at once, one makes it (tests/graph/fingerprint, tests/daemon/client/test_single_flight.py)
+gradients   every kind of plan compared with one process that emulates the ranks, in float64, to 1e-9 (tests/parity):
+            the tests of CI; with --whole each plan of each model, which takes more than an hour
 
 With --few only those that `make test` runs as well.
 """
@@ -24,12 +25,12 @@ from _results import Table, found
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
-    "gradients": ("gradients", ["tests/parity"]),
     "exhaustive": ("planner-exhaustive", ["tests/plan/search/test_stages.py"]),
     "mutations": (
         "mutations",
         ["tests/graph/fingerprint/test_fingerprint_mutants.py", "tests/daemon/client/test_single_flight.py"],
     ),
+    "gradients": ("gradients", ["tests/parity"]),
 }
 """By name: the goal, and the tests."""
 
@@ -37,24 +38,28 @@ TESTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[*TESTS, []], help="promises (default: all)")
-    parser.add_argument("--few", action="store_true")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--few", action="store_true")
+    amount.add_argument("--whole", action="store_true")
     options = parser.parse_args()
     table = Table("Tests", "what", "tests", "passed", "skipped", "failed", ("time of one worker", "{:.0f} s"))
     for name in options.what or TESTS:
         goal, paths = TESTS[name]
-        cases, skipped, failed, seconds = run(paths, few=options.few)
+        of_ci = "not full" if name == "gradients" and not options.whole else ""
+        cases, skipped, failed, seconds = run(paths, "not long and not full" if options.few else of_ci)
         table.row(name, cases, cases - skipped - failed, skipped, failed, seconds)
         found(goal, failed, f"{cases - skipped} tests")
 
 
-def run(paths: list[str], *, few: bool) -> tuple[int, int, int, float]:
-    """Run tests; returns how many there are, were skipped and failed, and seconds. Exits this process if none ran."""
+def run(paths: list[str], marks: str) -> tuple[int, int, int, float]:
+    """Run tests with these marks; returns how many there are, were skipped and failed, and seconds.
+
+    Exits this process if none ran.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
-        command += paths
-        if few:
-            command += ["-m", "not long and not full"]
+        command += [*paths, "-m", marks]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):

@@ -1,10 +1,10 @@
 """Runs a wrapped model on the ranks of a job.
 
 In: the user's model and its calls. Out: the losses and gradients that a single process would compute. Begin with
-`module.py` (`RaNNCModule`, the user's wrapper) and `session.py` (the steps of a call); `call_tracing.py` traces calls
-that have no graph yet, `loss_check.py` stops training at a NaN loss. `profiling.py` implements `pyrannc.profile`,
-`averaged_model.py` `pyrannc.AveragedModel`.
+`module.py` (`RaNNCModule`, the user's wrapper) and `session.py` (the steps of a call); folder `calls` finds the graph
+that a call runs, or traces one. `profiling.py` implements `pyrannc.profile`, `averaged_model.py`
+`pyrannc.AveragedModel`.
 
 Folders, from the lowest layer: failure, comm, storage, parameters, optim, gradients, compiling, execution, planning,
-traces, deployment, wrapping, checkpoint.
+traces, deployment, calls, wrapping, checkpoint.
 """

@@ -1,4 +1,4 @@
-"""Runs the calls of one wrapped model and owns its deployment.
+"""Runs the calls of one wrapped model, and what is done between them.
 
 A call has three steps: `_prepare_call` finds the graph that all ranks run (or traces one), `_run_call` runs this rank's
 stage, `_finish_call` returns the outputs to the script.
@@ -8,12 +8,10 @@ stage, `_finish_call` returns the outputs to the script.
 
 from __future__ import annotations
 
-import contextlib
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -21,28 +19,24 @@ from rannd import log
 from rannd.device.host_copies import to_device
 from rannd.device.reads import moved
 from rannd.errors import StepError, UsageError
-from rannd.graph.call.plain_arguments import ArgumentsChanged
-from rannd.graph.call.signature import Call, Mode, Signature, flatten_call, sized
-from rannd.graph.call.unread import note_read
+from rannd.graph.call.signature import Call, Mode
 from rannd.plan.deployment import Deployment, decode
 from rannd.profile.graph_profile import GraphProfile
-from rannd.runtime.argument_learning import ArgumentLearning
 from rannd.runtime.audit.step_audit import StepAudits
-from rannd.runtime.call_tracing import CallTracing
+from rannd.runtime.calls.graph_binding import GraphBinding
+from rannd.runtime.calls.graph_table import UNKNOWN, Graphs
+from rannd.runtime.calls.loss_check import check_losses
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, agree, meet
-from rannd.runtime.deployment.deployer import Deployed, Deployer
-from rannd.runtime.deployment.graph_table import UNKNOWN, Graphs
+from rannd.runtime.deployment.deployer import Deployed
 from rannd.runtime.deployment.step_measuring import MeasuringSettings, Planned, StepMeasuring, is_planned
 from rannd.runtime.deployment.undeploy import gather_gradient, gathered_states, undeploy
-from rannd.runtime.equal_batches import tell_equal_batches
 from rannd.runtime.execution.autograd_bridge import attach
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.outputs import NotSent
-from rannd.runtime.execution.shared_batch import Share, from_rank, from_rank_0, rows_by_slot
+from rannd.runtime.execution.shared_batch import Share, from_rank_0, rows_by_slot
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.scaling import Factor
-from rannd.runtime.loss_check import check_losses
 from rannd.runtime.optim.global_optimizer import whole_optimizer
 from rannd.runtime.optim.wide_loading import keep_wide_state
 from rannd.runtime.parameters.initial_values import InitialValues
@@ -52,10 +46,7 @@ from rannd.runtime.planning.job_options import job_options
 from rannd.runtime.planning.memory_fit import short_of_change
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.replanning import Replanning
-from rannd.runtime.retraces import Retraces
 from rannd.runtime.timeline.recorder import Doing
-
-_T = TypeVar("_T")
 
 
 class Follower(Protocol):
@@ -107,13 +98,9 @@ class Session:
         self._context = context
         self.world = world = context.world
         meet(world, Phase.WRAP)
-        self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
+        self.seed: int = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
         self.values = InitialValues(context)
         self._graphs = Graphs(context)
-        self._tracing = CallTracing(context, self.values, self._graphs.state)
-        self._arguments = ArgumentLearning(world, self._tracing.refusal, inputs=context.config.verify_trace)
-        self._retraces = Retraces()
-        self._deployer = Deployer(context, self.values)
         self.audits = StepAudits(context)
         self._measures = MeasuringSettings.of(context)
         self._steps = 0
@@ -131,9 +118,9 @@ class Session:
             whole_optimizer(context.optimizer, world)
             if context.config.master_weights:
                 keep_wide_state(context.optimizer, tells=world.rank == 0)
-        self._deployed: Deployed | None = None
         self._measuring: StepMeasuring | None = None
         self._replanning = Replanning(context.config.replan, context.options.total_calls)
+        self._binding = GraphBinding(context, self.values, self._graphs, self._replanning)
         self._open: list[weakref.ref[Step]] = []
         """Steps of training that may not have had their backward."""
 
@@ -149,18 +136,11 @@ class Session:
         recorder = self._context.recorder
         recorder.begin_step(self._steps)
         begun = recorder.begin_on_host()
-        ready = self._flattened(args, kwargs, lambda call: self._prepare_call(call, training, waits=delayed()))
+        ready = self._binding.flattened(args, kwargs, lambda call: self._prepare_call(call, training, waits=delayed()))
         outputs = self._run_call(ready)
         found = self._finish_call(ready, outputs, delayed)
         recorder.end_on_host(Doing.CALL, begun)
         return found
-
-    def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], use: Callable[[Call], _T]) -> _T:
-        """Use the flattened arguments of a call, again if tracing shows that they have to be flattened differently."""
-        with self._arguments.trying():
-            while True:
-                with contextlib.suppress(ArgumentsChanged):
-                    return use(flatten_call(args, kwargs, self._arguments.known))
 
     def _prepare_call(self, call: Call, training: bool, *, waits: bool) -> ReadyCall:
         """Find the graph that all ranks run for a call, and this rank's part of the mini-batch."""
@@ -195,7 +175,7 @@ class Session:
         watch.where.stage = executor.bound.stages[0].number
         # Gradients that are already delayed are reduced together with those of this call, in its backward.
         reduce = not waits and not deployed.reducer.something_waits
-        step.audit = self.audits.begin(executor.bound, deployed.parameters, step.number, self._seed, reduce=reduce)
+        step.audit = self.audits.begin(executor.bound, deployed.parameters, step.number, self.seed, reduce=reduce)
         if step.audit is not None and not agreed.alike:
             step.audit.refuse("ranks pass different sizes")
             step.audit = None
@@ -260,7 +240,7 @@ class Session:
             self._deployed.frozen.agree()  # requires_grad may have changed only on the ranks that hold the parameters
             agreed = self._known_to_all(call, mode, waits=waits)
         if agreed is None:
-            told = self._agree(self._make_graph(call, mode), call, mode, waits=waits)
+            told = self._agree(self._bind(call, mode), call, mode, waits=waits)
             numbers = self._common(told) or [number for number, _ in told]
             agreed = AgreedCall(numbers, [rows for _, rows in told])
         return agreed
@@ -323,115 +303,38 @@ class Session:
 
     # -- a call without a graph -------------------------------------------------------------------------------
 
-    def _make_graph(self, call: Call, mode: Mode) -> int:
+    def _bind(self, call: Call, mode: Mode) -> int:
         """Trace and bind a graph for a call that some rank has no graph for; returns its number."""
         watch = self.world.watch
-        with self._context.cache.connected():
-            watch.where.preparing = True
-            number = self._bind_graphs(call, mode)
-            watch.where.preparing, watch.promise = False, self.promise
-        if self.world.rank == 0:
-            self._retraces.warn_of_many(self._tracing.traced, call)
+        watch.where.preparing = True
+        number = self._binding.bind(call, mode, self)
+        watch.where.preparing, watch.promise = False, self.promise
         return number
 
-    def _bind_graphs(self, call: Call, mode: Mode) -> int:
-        """Bind graphs until each rank has one for its call, the largest call's first; returns the number of its own."""
-        varying = self._graphs.varying(call, mode)
-        self._arguments.may_be_inputs(varying)
-        signature = self._tracing.signature(call, mode)
-        keys = self.world.gather_bytes(signature.key().encode())
-        if len(set(keys)) == 1 or self._context.options.shared:
-            first = self._deployed is None
-            number = self._bind_graph(call, signature, varying)
-            if first and mode.training and self._context.optimizer is not None and not self._context.options.shared:
-                tell_equal_batches(self.world, call.tensors, self._graphs.rows(number, call))
-            return number
-        amounts = self.world.gather_numbers([sum(tensor.numel() for tensor in call.tensors)])
-        bound = set[int]()
-        while True:
-            numbers = [number for (number,) in self.world.gather_numbers([self._graphs.find(call, mode)])]
-            self._graphs.note_use(numbers)  # so that binding others drops none of them
-            lacking = [rank for rank, number in enumerate(numbers) if number == UNKNOWN]
-            if not lacking:
-                return numbers[self.world.rank]
-            rank = min(lacking, key=lambda rank: (-amounts[rank][0], rank))
-            theirs = from_rank(self.world, call, rank)
-            # Nothing can be traced or planned for without samples, and a graph has to hold for the call that it is of.
-            if rank in bound or not signature.rows(theirs.tensors):
-                self._tracing.refuse_sizes(signature)
-            bound.add(rank)
-            self._bind_graph(theirs, sized(signature, theirs), varying)
+    def made(self, deployed: Deployed) -> None:
+        """Count the gradients of a new deployment, and measure its steps."""
+        deployed.reducer.delivered.append(self._count)
+        planned = Planned(deployed.deployment, deployed.links, job_options(self._context), deployed.promise.key)
+        self._measuring = StepMeasuring(self._context, planned, self._measures)
+        self._measuring.gathered.append(deployed.calibration.take)
 
-    def _bind_graph(self, call: Call, signature: Signature, varying: dict[str, tuple[Any, Any]]) -> int:
-        """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""
-        begun = time.monotonic()
-        state, deployed, mode = self._graphs.state(), self._deployed, signature.mode
-        with self._arguments.noted(call):
-            graph = self._tracing.graph(signature, call, self.parameters)
-            planned = self._tracing.planned(graph, call) if deployed is None else None
-            if self._context.options.shared:  # all ranks return what rank 0 returns
-                for name in graph.traced.outputs.passed_on:
-                    note_read(name)
-        self._graphs.look_again()
-        twin = self._graphs.twin(graph, state)
-        if twin is not None:
-            return twin
-        if self.world.rank == 0:
-            self._retraces.note(varying, self._graphs.changed_attributes(graph, state), time.monotonic() - begun)
-        rows = self._tracing.rows(graph, call)
-        if planned is None:
-            assert deployed is not None
-            deployed.parameters.adopt()
-        else:
-            self._tracing.check(planned, call)
-            self._deployed = self._deployer.deploy(planned, call, rows, self._replanning)
-            self._deployed.reducer.delivered.append(self._count)
-            self._measuring = self._measure(self._deployed)
-        assert self._deployed is not None
-        binding = time.monotonic()
-        executor = self._deployer.bind(self._deployed, graph, self._seed, rows)
-        if planned is not None:
-            self._replanning.moving_s += time.monotonic() - binding
-        number = self._graphs.add(graph.signature, executor, state)
-        if deployed is None:
-            self.values.close()
-            for each in self.followers:
-                follower = each()
-                if follower is not None:
-                    follower.deployed()
-            self._tell_ready(mode, time.monotonic() - begun)
-        return number
-
-    def _measure(self, deployed: Deployed) -> StepMeasuring:
-        """Measure the steps of a deployment."""
-        key, context = deployed.promise.key, self._context
-        planned = Planned(deployed.deployment, deployed.links, job_options(context), key)
-        measuring = StepMeasuring(context, planned, self._measures)
-        measuring.gathered.append(deployed.calibration.take)
-        return measuring
-
-    def _tell_ready(self, mode: Mode, seconds: float) -> None:
-        logger = log.get("RaNNCModule")
-        if self.world.rank == 0:
-            logger.log(log.DETAIL, "Routes verification passed.")
-            begins = "; training begins" if mode.training and self._context.optimizer is not None else ""
-            ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
-            logger.info("The model is ready on %s after %.1f s%s", ranks, seconds, begins)
-        logger.log(log.DETAIL, "RaNNCModule is ready. (rank%d)", self.world.rank)
+    def ready(self) -> None:
+        """Tell followers of it, once its first graph is bound."""
+        for each in self.followers:
+            follower = each()
+            if follower is not None:
+                follower.deployed()
 
     def profile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> GraphProfile:
         """Measure the blocks of a call's graph, for plans on any number of ranks; nothing is deployed."""
-
-        def measured(call: Call) -> GraphProfile:
-            signature = self._tracing.signature(call, Mode.current(training, self.dropout))
-            with self._arguments.noted(call):
-                graph = self._tracing.graph(signature, call, None)
-            return self._deployer.profile(graph, call, self._tracing.rows(graph, call))
-
-        with self._context.cache.connected():
-            return self._flattened(args, kwargs, measured)
+        mode = Mode.current(training, self.dropout)
+        return self._binding.flattened(args, kwargs, lambda call: self._binding.profile(call, mode))
 
     # -- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def _deployed(self) -> Deployed | None:
+        return self._binding.deployed
 
     @property
     def deployment(self) -> Deployment | None:
@@ -469,11 +372,11 @@ class Session:
     @property
     def random_position(self) -> tuple[int, int]:
         """(seed, number of calls so far), which determine the random numbers of the model's operators."""
-        return self._seed, self._steps
+        return self.seed, self._steps
 
     def resume(self, seed: int, steps: int) -> None:
         """Continue with the random numbers of another run. Call it with equal arguments on all ranks."""
-        self._seed, self._steps = seed, steps
+        self.seed, self._steps = seed, steps
         for executor in self._graphs.executors():
             for computing in executor.stages.values():
                 computing.seed = seed
@@ -547,10 +450,7 @@ class Session:
 
     def close(self) -> None:
         """Drop the deployment."""
-        deployed, self._deployed = self._deployed, None
-        self._graphs.clear()
         if self._measuring is not None:
             self._measuring.close()
             self._measuring = None
-        if deployed is not None:
-            deployed.close()
+        self._binding.forget()

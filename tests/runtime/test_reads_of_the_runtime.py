@@ -35,7 +35,7 @@ ALLOWED = {
     "transport/strict_transport.py": "runs on CPUs alone",
     "comm/gather_objects.py": "states that are gathered",
     "averaged_model.py": "states that are gathered",
-    "equal_batches.py": "the first call",
+    "calls/equal_batches.py": "the first call",
     "module.py": "state_dict and get_param, for which the script asks",
     "session.py": "the gradient that the script asks for",
     "deployment/undeploy.py": "ends a deployment",

@@ -28,7 +28,7 @@ class Finite:
         self.every = wanted == "all"
         """Whether to check the result of every operator."""
         self.losses = wanted != "off"
-        """Look at the losses of training steps: `rannd.runtime.loss_check`."""
+        """Look at the losses of training steps: `rannd.runtime.calls.loss_check`."""
         self._warned = False
 
     def run(self, module: GraphModule, arguments: Sequence[Any]) -> Sequence[Any]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import pyrannc
 from rannd.errors import StepError
 from rannd.runtime.binding.traffic import LARGE_OUTPUT
-from rannd.runtime.deployment import graph_table
+from rannd.runtime.calls import graph_table
 
 torch.set_default_dtype(torch.float64)
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()

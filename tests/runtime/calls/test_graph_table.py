@@ -8,7 +8,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import StepError
-from rannd.runtime.deployment import graph_table
+from rannd.runtime.calls import graph_table
 
 
 class Scaled(nn.Module):

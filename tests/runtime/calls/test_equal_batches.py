@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 import torch
 
+from rannd.runtime.calls.equal_batches import MOST_ELEMENTS, tell_equal_batches
 from rannd.runtime.comm.world import World
-from rannd.runtime.equal_batches import MOST_ELEMENTS, tell_equal_batches
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import nn
 import pyrannc
 from rannd.errors import TraceError
 from rannd.graph.tracing.frontend import trace
-from rannd.runtime.call_tracing import CallTracing
+from rannd.runtime.calls.call_tracing import CallTracing
 from rannd.runtime.traces import branch_ways, trace_provider
 
 
