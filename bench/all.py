@@ -62,11 +62,11 @@ RUNS = (
     Run("zero", "Memory and ZeRO", "memory.py", "", f"bytes throughput offload --rounds 1 --steps 1 --ranks 2 {_GPT}"),
     Run(
         "estimates", "Estimates", "estimates.py", "--calibrate --rounds 6 --steps 3",
-        "--calibrate --rounds 1 --steps 3 --only digits",
+        "--calibrate --rounds 1 --steps 3 --only 512",
     ),
     Run(
         "busy-estimates", "Estimates beside busy processes", "estimates.py",
-        "--calibrate --rounds 6 --steps 3 --busy 2", "--calibrate --rounds 1 --steps 3 --only digits --busy 1",
+        "--calibrate --rounds 6 --steps 3 --busy 2", "--calibrate --rounds 1 --steps 3 --only 512 --busy 1",
     ),
     Run("profiles", "Profiles beside busy processes", "profiles.py", "", "--runs 1 --steps 2 --rounds 1"),
     Run("peers", "Steps beside others' packages", "peers.py", "steps",

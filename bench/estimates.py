@@ -8,7 +8,9 @@ in one job and measured in turns, several steps of each per round; the first rou
 call and backward, without the optimizer's step: the slowest rank's time, starting from a barrier. Nothing in the
 planner is fitted to such steps; it uses only its measurements of blocks and links, made when each model was wrapped.
 With --calibrate a first job runs every other plan with a cache of its own and learns from its steps, and a second job
-predicts and runs the others, from which nothing was learned. --busy lets so many processes come and go meanwhile.
+predicts and runs the others, from which nothing was learned. --busy lets so many processes come and go meanwhile:
+steps take longer beside them than they were predicted to take by themselves. With --calibrate the second job runs its
+steps again when they have ended: a prediction is judged by those, too.
 
 Where the machine's own speed changes meanwhile, predictions are of another machine: a fixed matrix product tells.
 
@@ -26,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +48,8 @@ BUSY = "BENCH_ESTIMATES_BUSY"
 """Variable of the ranks: processes that come and go beside them."""
 AFTER = 20
 """Steps after which a job learns, if it has as many: the default (`calibrate_after`)."""
+ALONE = "BENCH_ESTIMATES_ALONE"
+"""Variable of the ranks: file that they make when no other processes are wanted any more."""
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off"}
 PLANS: dict[str, dict[str, str]] = {
     "data parallel": {"PARTITION_NUM": "1", "PIPELINE_NUM": "1"},
@@ -104,11 +109,19 @@ def main() -> None:
         with busy(options.busy):
             variables = {**os.environ, **PLAIN, BUSY: str(options.busy)}
             sys.exit(subprocess.run(command, env=variables, check=False).returncode)
-    with home() as environment, busy(options.busy):
+    with home() as environment, tempfile.TemporaryDirectory() as folder:
         after = min(AFTER, (options.rounds + 1) * (options.steps + 1) - 2)  # a round has a step of warm-up
         for half in "01":
             cached = {BUSY: str(options.busy), "RANNC_CACHE": "on", "RANNC_CALIBRATE_AFTER": str(after), HALF: half}
-            subprocess.run(command, env={**environment, **PLAIN, **cached}, check=True)
+            alone = Path(folder) / "alone"
+            if half == "1" and options.busy:
+                cached[ALONE] = str(alone)
+            job = subprocess.Popen(command, env={**environment, **PLAIN, **cached})
+            with busy(options.busy):
+                while job.poll() is None and not alone.exists():
+                    time.sleep(0.1)
+            if job.wait():
+                sys.exit(job.returncode)
 
 
 def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
@@ -153,19 +166,32 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
             made.append(Configuration(name, step, wrapped.deployment.step_us, wrapped, optimizer, given))
             if rank == 0:
                 print(f"\rwrapped {len(made)}", end="", file=sys.stderr, flush=True)
-    for number in range(rounds + 1 if timed else 0):
-        paces["between steps"].append(pace())
-        for each in made[:: 1 if number % 2 else -1]:
-            each.step()  # warm-up, because caches hold data of other configurations
-            for _ in range(steps):
-                pyrannc.barrier()
-                start = time.perf_counter()
-                each.step()
-                if number:
-                    each.times.append(time.perf_counter() - start)
-    times = torch.tensor([each.times for each in made], dtype=torch.float64)
-    if timed:
+
+    def slowest() -> list[list[float]]:
+        """Times of the slowest rank, of all configurations in turns."""
+        for each in made:
+            each.times.clear()
+        for number in range(rounds + 1):
+            paces["between steps"].append(pace())
+            for each in made[:: 1 if number % 2 else -1]:
+                each.step()  # warm-up, because caches hold data of other configurations
+                for _ in range(steps):
+                    pyrannc.barrier()
+                    start = time.perf_counter()
+                    each.step()
+                    if number:
+                        each.times.append(time.perf_counter() - start)
+        times = torch.tensor([each.times for each in made], dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        found: list[list[float]] = times.tolist()
+        return found
+
+    times = slowest() if timed else []
+    alone = []
+    if timed and (wanted := os.environ.get(ALONE)):
+        Path(wanted).touch()
+        time.sleep(1)  # until they have ended
+        alone = slowest()
     memory = torch.tensor([each.memory() for each in made], dtype=torch.float64)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     if rank == 0:
@@ -180,7 +206,9 @@ def measure(rounds: int, steps: int, only: str, *, timed: bool) -> None:
         if timed:
             told = (f"{1e3 * statistics.median(values):.2f} ms {when}" for when, values in paces.items())
             note(f"{kind}{beside}: a fixed matrix product took {' and '.join(told)}")
-            show_times(f"{kind}{beside}", made, times.tolist(), judged=kind.startswith("plans that nothing"))
+            show_times(f"{kind}{beside}", made, times, judged=kind.startswith("plans that nothing"))
+            if alone:
+                show_times(f"{kind}{beside}, whose steps run when these have ended", made, alone, judged=True)
         show_memory(f"{kind}{beside}", made, memory.tolist())
 
 
