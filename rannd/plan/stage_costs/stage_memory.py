@@ -195,8 +195,8 @@ class StageMemory:
             flying = np.where(runs[1][..., None] < self._counts.blocks, others, last)
         border = self.state.fixed[runs] + those(self._rows.working) + self.late
         border = border + those(self._rows.crossing + self._rows.given) * flying
-        kept, stays = those(self.kept) * flying, those(self.stays)
+        kept, stays = those(self.kept), those(self.stays)
         again = (stays * flying if close else stays) + those(self.kept_apart)
-        if not self.state.apart:  # all together may need less
+        if not self.state.apart:  # all together, of one microbatch, may need less
             again = np.minimum(kept, again)
-        return border + kept, border + again
+        return border + kept * flying, border + again

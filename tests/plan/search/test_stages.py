@@ -65,6 +65,16 @@ def test_it_has_in_every_run_mode(way: RunMode, share: float | None) -> None:
     assert seen[True] > len(seeds(100)) / 5, seen
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_a_plan_that_just_fits_is_found_where_all_microbatches_are_kept(zero: int) -> None:
+    """A bound counted what a stage recomputes for each microbatch, which it has of one at a time."""
+    instance = Instance(39, way=RunMode("gpipe", zero))
+    limit = math.ceil(instance.reference.smallest_memory())
+    wanted = instance.reference.best(limit)
+    assert wanted is not None
+    assert same(instance, instance.plan(limit), wanted)
+
+
 @pytest.mark.long
 def test_a_plan_with_zero_has_to_save_a_twentieth() -> None:
     seen = Counter[int]()
