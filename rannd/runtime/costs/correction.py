@@ -6,8 +6,10 @@ is predicted as::
     forward  = sum over kinds k of forward_k x its forwards of this kind + action
     backward = sum over kinds k of backward_k x its backwards of this kind + action
 
+A kind is ``class/part``: the class of work, and the part of the model, which layers have in common; or the class alone.
 A single plan says little of numbers that are alike in all its stages. They are therefore estimated together with what
-is known beforehand: factors are near 1, near each other above all, and an action takes some ten microseconds. This is
+is known beforehand: factors are near 1, near each other above all, more so those of a class, and an action takes some
+ten microseconds. A part that no measured stage has gets the factor of its class. This is
 Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, section 3.3) with Gaussian priors;
 what the steps do not tell stays as it was.
 """
@@ -22,6 +24,8 @@ import numpy as np
 COMMON_SPREAD = 0.4
 """Standard deviation of what all factors have in common, around 1,"""
 OWN_SPREAD = 0.1
+"""of what those of a class have in common, around that,"""
+PART_SPREAD = 0.1
 """and of each around that."""
 ACTION_US = 100.0
 """Standard deviation of the microseconds of an action, around 0; they are not negative."""
@@ -49,57 +53,74 @@ class Correction(msgspec.Struct, frozen=True):
     """How costs of blocks become those of stages in a step."""
 
     forward: dict[str, float] = {}
-    """Factor of each kind of work; 1 for one that is not there."""
+    """Factor of each kind of work, and class; one that is not there has its class's, or 1."""
     backward: dict[str, float] = {}
     action_us: float = 0.0
     """Added for each forward and each backward of a microbatch in a stage."""
 
     def forward_us(self, kinds: Kinds) -> float:
         """Return the time of a stage's forward."""
-        return self.action_us + sum(self.forward.get(kind, 1.0) * us for kind, us in kinds.items())
+        return self.action_us + sum(_factor(self.forward, kind) * us for kind, us in kinds.items())
 
     def backward_us(self, kinds: Kinds) -> float:
         """Return the time of a stage's backward."""
-        return self.action_us + sum(self.backward.get(kind, 1.0) * us for kind, us in kinds.items())
+        return self.action_us + sum(_factor(self.backward, kind) * us for kind, us in kinds.items())
 
     def factors(self, kind: str) -> tuple[float, float]:
         """Return the factors of a kind of work: forward, backward."""
-        return self.forward.get(kind, 1.0), self.backward.get(kind, 1.0)
+        return _factor(self.forward, kind), _factor(self.backward, kind)
+
+
+def class_of(kind: str) -> str:
+    """Return the class of a kind."""
+    return kind.partition("/")[0]
+
+
+def _factor(factors: Mapping[str, float], kind: str) -> float:
+    return factors.get(kind, factors.get(class_of(kind), 1.0))
 
 
 def fitted(stages: Sequence[StageWork]) -> Correction:
     """Return the correction that the measured stages of one or several plans say, as far as they do."""
-    kinds = sorted({kind for stage in stages for kind in (*stage.forward_us, *stage.backward_us)})
-    found = _solved(stages, kinds, action=True)
-    if found[-1] < 0:
-        found = [*_solved(stages, kinds, action=False), 0.0]
-    factors = [min(max(each, LEAST_FACTOR), MOST_FACTOR) for each in found[:-1]]
-    forward, backward = factors[: len(kinds)], factors[len(kinds) :]
-    return Correction(dict(zip(kinds, forward, strict=True)), dict(zip(kinds, backward, strict=True)), found[-1])
+    found = _solved(stages, action=True)
+    return _solved(stages, action=False) if found.action_us < 0 else found
 
 
-def _solved(stages: Sequence[StageWork], kinds: Sequence[str], *, action: bool) -> list[float]:
+def _solved(stages: Sequence[StageWork], *, action: bool) -> Correction:
     """Return factors of forwards and of backwards by kind, and the time of an action if there is one.
 
-    Unknown are the common part of all factors, the own part of each, and the action.
+    Unknown are the common part of all factors, the own part of each class, that of each kind, and the action.
     """
-    count = 2 * len(kinds)
-    spreads = np.array([COMMON_SPREAD, *[OWN_SPREAD] * count, *[ACTION_US] * action])
+    kinds = sorted({kind for stage in stages for kind in (*stage.forward_us, *stage.backward_us)})
+    classes = sorted({class_of(kind) for kind in kinds})
+    parts = [kind for kind in kinds if kind not in classes]
+    names = [*classes, *parts]
+    own = [*[OWN_SPREAD] * len(classes), *[PART_SPREAD] * len(parts)]
+    spreads = np.array([COMMON_SPREAD, *own, *own, *[ACTION_US] * action])
     rows, wanted = [], []
     for stage in stages:
         for place, work, us in (
             (0, stage.forward_us, stage.measured_forward_us),
-            (len(kinds), stage.backward_us, stage.measured_backward_us),
+            (len(names), stage.backward_us, stage.measured_backward_us),
         ):
-            parts = np.zeros(count)
-            parts[place : place + len(kinds)] = [work.get(kind, 0.0) for kind in kinds]
-            whole = float(parts.sum())
+            whole = sum(work.values())
             if not whole or not us:
                 continue
+            sums = np.zeros(2 * len(names))
+            for kind, each in work.items():
+                sums[place + names.index(class_of(kind))] += each
+                if kind in parts:
+                    sums[place + names.index(kind)] += each
             noise = NOISE * us + NOISE_US
-            rows.append(np.array([whole, *parts, *[1.0] * action]) / noise)
+            rows.append(np.array([whole, *sums, *[1.0] * action]) / noise)
             wanted.append((us - whole) / noise)  # what differs from factors of 1
     table = np.vstack([*rows, np.diag(1 / spreads)])
     target = np.array([*wanted, *[0.0] * len(spreads)])
-    found = np.linalg.lstsq(table, target, rcond=None)[0]
-    return [*(1.0 + float(found[0]) + float(own) for own in found[1 : 1 + count]), *map(float, found[1 + count :])]
+    common, *found = np.linalg.lstsq(table, target, rcond=None)[0].tolist()
+
+    def factors(place: int) -> dict[str, float]:
+        owns = dict(zip(names, found[place : place + len(names)], strict=True))
+        sums = {kind: owns[class_of(kind)] + (owns[kind] if kind in parts else 0.0) for kind in names}
+        return {kind: min(max(1.0 + common + each, LEAST_FACTOR), MOST_FACTOR) for kind, each in sums.items()}
+
+    return Correction(factors(0), factors(len(names)), found[-1] if action else 0.0)

@@ -20,6 +20,8 @@ from rannd.profile.kept_values import Memory
 from rannd.profile.points import Measured, total
 from rannd.runtime.costs.correction import Correction, Kinds
 
+_DIGITS = 16
+"""Of a part's hash that tell it from others."""
 Ops = tuple[int, ...]
 """Indices of operators of the task graph that are measured together."""
 
@@ -76,7 +78,7 @@ class MeasuredParts:
         found = []
         for each in parts:
             costs = [
-                profile[key].cost(most, border).scaled(*correction.factors(self._kind(ops)))
+                profile[key].cost(most, border).scaled(*correction.factors(self._kind(key, ops)))
                 for key, border, ops in (next(known) for _ in each)
             ]
             found.append(total(costs, memory))
@@ -95,16 +97,17 @@ class MeasuredParts:
         for parts in self.of(stages):
             forward, backward, add_us = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
             for key, ops in zip(self.hashes(parts), parts, strict=True):
-                cost, kind = profile[key].cost(most), self._kind(ops)
+                cost, kind = profile[key].cost(most), self._kind(key, ops)
                 forward[kind] += cost.forward_us.at(rows)
                 backward[kind] += cost.backward_us.at(rows)
                 add_us += cost.add_us
             found.append(StageCost(dict(forward), dict(backward), add_us))
         return found
 
-    def _kind(self, part: Ops) -> str:
-        """What kind of work a part mostly is: those have errors in common."""
-        return "products" if any(multiplies(self.task, self.task.ops[op]) for op in part) else "others"
+    def _kind(self, key: str, part: Ops) -> str:
+        """What kind of work a part is, by its hash, and of what class: those have errors in common."""
+        products = any(multiplies(self.task, self.task.ops[op]) for op in part)
+        return f"{'products' if products else 'others'}/{key[:_DIGITS]}"
 
 
 def with_costs(
