@@ -19,6 +19,7 @@ from job import FORK, PLANNED, ROOT, Job
 pytestmark = pytest.mark.ranks
 
 PROGRAM = str(ROOT / "tests/e2e/programs/failing.py")
+PIECE = r"microbatch \d of rank \d's mini-batch"
 SOON = 240.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
@@ -66,10 +67,10 @@ def test_an_error_in_the_model_is_an_error_everywhere_and_stays(job: Job) -> Non
     caught = {int(rank): text for rank, text in re.findall(r"rank (\d) step 3 caught (.*)", output)}
     assert sorted(caught) == [0, 1, 2], output
     (origin,) = [rank for rank, text in caught.items() if text.startswith("ValueError: the trap is sprung")]
-    place = rf"rank {origin}, step 3, stage \d, microbatch \d, action F\d \(forward\)"
+    place = rf"rank {origin}, step 3, stage \d, {PIECE}, action F\d \(forward\)"
     assert re.search(place, caught[origin])
     for rank in {0, 1, 2} - {origin}:
-        place = rf"rank {origin} \(.*, pid \d+\) failed in step 3, stage \d, microbatch \d, action F\d \(forward\)"
+        place = rf"rank {origin} \(.*, pid \d+\) failed in step 3, stage \d, {PIECE}, action F\d \(forward\)"
         assert re.match(rf"RankFailedError: {place}: ValueError: the trap is sprung", caught[rank])
         assert f"this is rank {rank}, in step 3" in caught[rank]
     for rank in range(3):
@@ -84,7 +85,7 @@ def test_an_error_in_the_model_is_an_error_everywhere_and_stays(job: Job) -> Non
         (
             "backward",
             "ArithmeticError: the trap is sprung in backward",
-            r"stage \d, microbatch \d, action B\d \(backward\)",
+            rf"stage \d, {PIECE}, action B\d \(backward\)",
         ),
         ("hook", "LookupError: the hook is wrong", r"step 3, stage \d.*\(backward\)"),
         ("script", "KeyError: 'the script is wrong'", "the script, after step 2"),
@@ -124,7 +125,7 @@ def test_a_rank_that_leaves_early(job: Job) -> None:
 def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> None:
     command = [*TORCHRUN, FORK, PROGRAM, "model", "1", *how]
     output = _run(job, command, codes={1}, RANNC_PARTITION_NUM="2")
-    found = re.search(r"\[error\] rank (\d) .*failed in step 3, stage \d, microbatch \d, action F\d", output)
+    found = re.search(rf"\[error\] rank (\d) .*failed in step 3, stage \d, {PIECE}, action F\d", output)
     assert found, output
     assert "ValueError: the trap is sprung" in output
     assert output.count("step 3 finally") == 2
@@ -136,7 +137,7 @@ def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> N
 def test_plain_mpirun(job: Job) -> None:
     command = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, PROGRAM, "model", "0"]
     output = _run(job, command, RANNC_PARTITION_NUM="2")
-    assert re.search(r"\[error\] rank \d .*failed in step 3, stage \d, microbatch \d, action F\d", output), output
+    assert re.search(rf"\[error\] rank \d .*failed in step 3, stage \d, {PIECE}, action F\d", output), output
     assert output.count("step 3 finally") == 2
 
 
@@ -179,7 +180,10 @@ def test_out_of_memory_names_the_promise_and_changes_the_next_plan(job: Job) -> 
     job.run("rannc-cache", "clear")
     limits = {"RANNC_PARTITION_NUM": "2"}
     output = _run(job, _forks(2, PROGRAM, "memory", "1"), codes={1}, **limits)
-    found = re.search(r"\[error\] rank \d .*ran out of memory in step 3, stage (\d), microbatch \d, action F\d", output)
+    found = re.search(
+        rf"\[error\] rank \d .*ran out of memory in step 3, stage (\d), {PIECE}, action F\d",
+        output,
+    )
     assert found, output
     told = next(
         line for line in output.splitlines() if "out of memory on cpu; requested: 281474976710656 bytes" in line
@@ -255,9 +259,7 @@ def test_a_loss_that_is_nan(job: Job, tmp_path: Path) -> None:
     script.write_text(NAN)
     for stages in ("1", "2"):
         output = job.train(2, str(script), "sqrt", code=1, RANNC_PARTITION_NUM=stages)
-        found = (
-            r"rank (\d) .*failed in step 2, stage \d, microbatch \d, action F\d .*NotANumberError: the operator sqrt"
-        )
+        found = rf"rank (\d) .*failed in step 2, stage \d, {PIECE}, action F\d .*NotANumberError: the operator sqrt"
         assert re.search(rf"\[error\] {found} .*of float32\(\d, 8\) from -1e\+06 to", output), output
         assert re.search(rf"RankFailedError: {found}", output), output
         assert re.search(r"NotANumberError: the operator sqrt", output), output

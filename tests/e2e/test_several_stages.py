@@ -87,8 +87,8 @@ def losses(output: str) -> list[str]:
 @pytest.mark.parametrize(
     ("what", "place"),
     [
-        ("model", r"microbatch \d, action F\d\.\1 \(forward\)"),
-        ("backward", r"microbatch \d, action B\d\.\1 \(backward\)"),
+        ("model", r"microbatch \d of rank \d's mini-batch, action F\d\.\1 \(forward\)"),
+        ("backward", r"microbatch \d of rank \d's mini-batch, action B\d\.\1 \(backward\)"),
     ],
 )
 def test_an_error_names_the_stage_of_the_action(job: Job, what: str, place: str) -> None:

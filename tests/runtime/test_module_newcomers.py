@@ -197,3 +197,11 @@ def test_a_deployed_model_is_not_exported_and_an_undeployed_one_is(export: Calla
     torch.testing.assert_close(callable_(X), plain(X))
     model.train()
     model(X).sum().backward()
+
+
+def test_who_starts_a_script_alone_learns_how_to_start_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """`python train.py` in place of `rannc-run train.py` trains, on one rank."""
+    model = wrapped(nn.Linear(6, 2))
+    with caplog.at_level("INFO", logger="rannd"):
+        model(torch.randn(3, 6)).sum().backward()
+    assert "training begins (rannc-run -np N starts a script on N ranks)" in caplog.text

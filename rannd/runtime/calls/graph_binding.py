@@ -170,6 +170,8 @@ class GraphBinding:
         if self._world.rank == 0:
             logger.log(log.DETAIL, "Routes verification passed.")
             begins = "; training begins" if mode.training and self._context.optimizer is not None else ""
+            if begins and not self._world.place.launcher:
+                begins += " (rannc-run -np N starts a script on N ranks)"
             ranks = "1 rank" if self._world.size == 1 else f"{self._world.size} ranks"
             logger.info("The model is ready on %s after %.1f s%s", ranks, seconds, begins)
         logger.log(log.DETAIL, "RaNNCModule is ready. (rank%d)", self._world.rank)

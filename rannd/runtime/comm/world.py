@@ -377,6 +377,7 @@ def _make(config: Config) -> World:
     here = (mine.node, mine.identity)
     world.mates = tuple(rank for rank, each in enumerate(everyone) if (each.node, each.identity) == here)
     watchdog_s = config.watchdog_timeout_s if config.run_watchdog else 0.0
+    watch.where.ranks = world.rank_of_slot
     watch.start(place.rank, world.hosts, len(nodes) == 1, world.broadcast_bytes, watchdog_s)
     if place.rank == 0 and is_accelerator(device):
         logger.log(log.DETAIL, "CUDA device assignments:")

@@ -116,7 +116,7 @@ def _solved(stages: Sequence[StageWork], *, action: bool) -> Correction:
             wanted.append((us - whole) / noise)  # what differs from factors of 1
     table = np.vstack([*rows, np.diag(1 / spreads)])
     target = np.array([*wanted, *[0.0] * len(spreads)])
-    common, *found = np.linalg.lstsq(table, target, rcond=None)[0].tolist()
+    common, *found = map(float, np.linalg.lstsq(table, target, rcond=None)[0])
 
     def factors(place: int) -> dict[str, float]:
         owns = dict(zip(names, found[place : place + len(names)], strict=True))

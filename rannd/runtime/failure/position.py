@@ -12,8 +12,8 @@ SAVING = "asynchronous save"
 class Where:
     """Position of the thread that runs calls of models, or of one beside it; updated by plain attribute assignment.
 
-    The executor sets `stage`, `piece` (the microbatch) and `action` (any object, converted to text only on demand);
-    rannd.runtime.failure.detector sets the rest. Other threads only read.
+    The executor sets `stage`, `piece` (a microbatch of one rank's mini-batch) and `action` (any object, converted to
+    text only on demand); rannd.runtime.failure.detector sets the rest. Other threads only read.
     """
 
     __slots__ = (
@@ -23,6 +23,7 @@ class Where:
         "depth",
         "piece",
         "preparing",
+        "ranks",
         "stage",
         "step",
         "thread",
@@ -35,6 +36,8 @@ class Where:
         """Index of the model's call, None before the first."""
         self.stage: int | None = None
         self.piece: int | None = None
+        self.ranks: tuple[int, ...] = ()
+        """Rank of each slot: piece p is of the mini-batch of slot ``p % len(ranks)``. Empty as long as not known."""
         self.action: Any = None
         """Current action of the Program (``F2``, ``RV2:0>1@1``), None between actions."""
         self.call = ""
@@ -57,12 +60,16 @@ class Where:
         return (self.turns, self.call, self.step, self.stage, self.piece, id(self.action))
 
     def words(self) -> str:
-        """Position as text: ``step 3, stage 1, microbatch 2, action F2 (forward)``; unknown parts are left out."""
-        parts = [
-            f"{name} {value}"
-            for name, value in (("step", self.step), ("stage", self.stage), ("microbatch", self.piece))
-            if value is not None
-        ]
+        """Position as text: ``step 3, stage 1, microbatch 2 of rank 0's mini-batch, action F4 (forward)``.
+
+        Unknown parts are left out.
+        """
+        parts = [f"{name} {value}" for name, value in (("step", self.step), ("stage", self.stage)) if value is not None]
+        if self.piece is not None and self.ranks:
+            number, slot = divmod(self.piece, len(self.ranks))
+            parts.append(f"microbatch {number} of rank {self.ranks[slot]}'s mini-batch")
+        elif self.piece is not None:
+            parts.append(f"microbatch {self.piece}")
         if self.action is not None:
             parts.append(f"action {self.action}")
         if not self.call:

@@ -41,6 +41,9 @@ def test_a_place_in_words() -> None:
     assert where.words() == "the script, before the first step"
     where.step, where.stage, where.piece, where.action, where.call = 3, 1, 2, Action(ActionKind.FORWARD, 2), "forward"
     assert where.words() == "step 3, stage 1, microbatch 2, action F2 (forward)"
+    where.ranks = (1, 0)
+    assert where.words() == "step 3, stage 1, microbatch 1 of rank 1's mini-batch, action F2 (forward)"
+    where.ranks = ()
     where.call, where.piece, where.action = "", None, None
     assert where.words() == "the script, after step 3"
 
