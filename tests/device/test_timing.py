@@ -279,13 +279,14 @@ def test_a_processor_that_the_process_itself_takes_is_counted() -> None:
     """As threads that copy messages do, in each step."""
     clock = HostClock()
     with one_core(), ThreadPoolExecutor(1) as pool:
-        first, ready = clock.read(), ready_us()
+        first, ready, threads = clock.read(), ready_us(), threads_us()
         copying = pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 300_000)  # computes without the interpreter
         while not copying.done():
             compute(0.01)
-        last, ready = clock.read(), ready_us() - ready
-    assert ready > 50_000
-    assert last.delayed_us - first.delayed_us < 0.3 * ready
+        last, ready, threads = clock.read(), ready_us() - ready, threads_us() - threads
+    assert ready >= 0.9 * threads > 50_000
+    # What is left was waited for other processes: tests run beside this one.
+    assert last.delayed_us - first.delayed_us < ready - 0.8 * threads
 
 
 @pytest.mark.usefixtures("single_threaded")
