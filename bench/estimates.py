@@ -116,11 +116,10 @@ def main() -> None:
             alone = Path(folder) / "alone"
             if half == "1" and options.busy:
                 cached[ALONE] = str(alone)
-            job = subprocess.Popen(command, env={**environment, **PLAIN, **cached})
-            with busy(options.busy):
+            with subprocess.Popen(command, env={**environment, **PLAIN, **cached}) as job, busy(options.busy):
                 while job.poll() is None and not alone.exists():
                     time.sleep(0.1)
-            if job.wait():
+            if job.returncode:
                 sys.exit(job.returncode)
 
 

@@ -7,7 +7,7 @@ processes compute in memory of 64 MB for up to 1.5 s, and pause for up to a seco
 each different cut trains in turns.
 
 cut       operators of the first stage; in brackets how many runs found it
-step      median of the steps, of the slower rank; and relative to the quickest cut's
+step      median of the steps, of the slower rank; and relative to the quickest cut's, of those that runs have found
 """
 
 from __future__ import annotations

@@ -54,10 +54,7 @@ def profile(parts: MeasuredParts) -> dict[str, Measured]:
 
 def by_class(kinds: Mapping[str, float]) -> dict[str, float]:
     """Sums of kinds that are of one class."""
-    found: dict[str, float] = {}
-    for kind, us in kinds.items():
-        found[class_of(kind)] = found.get(class_of(kind), 0.0) + us
-    return found
+    return {name: sum(us for kind, us in kinds.items() if class_of(kind) == name) for name in map(class_of, kinds)}
 
 
 def blocks_of(parts: MeasuredParts) -> tuple[Block, ...]:
