@@ -32,14 +32,15 @@ class Failing:
 
 WATCH = {"RANNC_RUN_WATCHDOG": "true", "RANNC_WATCHDOG_TIMEOUT_S": "5"}
 LATER = {"RANNC_INTERLEAVE_LOSS": "false"}
+MICROBATCH = r"rank \d .*failed in step 3, stage \d, microbatch \d of rank \d's mini-batch, action "
 FAILURES = {
     "a rank that raises": Failing(
-        "model", r"ValueError: the trap is sprung", r"rank \d .*failed in step 3, stage \d, microbatch \d, action F", {}
+        "model", r"ValueError: the trap is sprung", MICROBATCH + "F", {}
     ),
     "a rank that raises in backward": Failing(
         "backward",
         r"ArithmeticError: the trap is sprung in backward",
-        r"rank \d .*failed in step 3, stage \d, microbatch \d, action B",
+        MICROBATCH + "B",
         LATER,
     ),
     "a rank out of memory": Failing(
