@@ -11,7 +11,7 @@ The host's time is taken apart, from an empty queue on and without waiting. A sp
 runs no faster than it is issued, and no faster than the device computes.
 
 On the CPU a span costs its wall time, less what the thread waited for a processor that other processes had. What it
-waited for other threads of its own process, as for those that copy messages, counts: each run of the span has that.
+waited for other threads of its own process counts: those that copy messages are part of what a message takes.
 """
 
 from __future__ import annotations
@@ -201,9 +201,20 @@ class HostTime(NamedTuple):
 
     wall_us: float
     delayed_us: float
-    """How long this thread has waited for a processor that others had."""
+    """How long this thread has waited for a processor that other processes had."""
     preempted: int
     """How often a processor was taken away from the process."""
+
+
+class Moment(NamedTuple):
+    """The clocks of a thread of the host at one moment: nothing took the processor away between them."""
+
+    ns: int
+    """The wall clock."""
+    delayed_us: float
+    """How long it has waited for a processor that other processes had, and"""
+    threads_us: float
+    """that other threads of its own process had; both from the first reading on, and 0 where nothing tells them."""
 
 
 class _Schedstat:
@@ -228,27 +239,25 @@ class HostClock:
 
     def read(self) -> HostTime:
         """Return the time."""
-        wall_ns, delayed_us = self.moment()
-        return HostTime(wall_ns / 1e3, delayed_us, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
+        now = self.moment()
+        return HostTime(now.ns / 1e3, now.delayed_us, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
 
-    def moment(self) -> tuple[int, float]:
-        """Return the wall clock in nanoseconds, and how long this thread has waited for others' processors, in us.
-
-        The latter counts from the first reading on, and is 0 where the system does not tell it. Both are of one moment:
-        nothing took the processor away between them.
-        """
+    def moment(self) -> Moment:
+        """Return the time for the thread that asks."""
         known = self._known
         for _ in range(_ATTEMPTS):
-            delayed_us = self._delayed_us()
+            self._look()
             now = time.perf_counter_ns()
             if _switches() == known.switches:
                 break
-        return now, delayed_us
+        return Moment(now, known.delayed_us, known.threads_us)
 
-    def _delayed_us(self) -> float:
+    def _look(self) -> None:
+        """Take note of what the thread has waited for, if it has left its processor since it looked."""
         known, switches = self._known, _switches()
         if getattr(known, "process", 0) != os.getpid():  # a fork has its own
-            known.process, known.switches, known.delayed_us, known.waited = os.getpid(), -1, 0.0, None
+            known.process, known.switches, known.waited = os.getpid(), -1, None
+            known.delayed_us = known.threads_us = 0.0
             try:
                 known.schedstat = _Schedstat()
             except OSError:
@@ -260,17 +269,17 @@ class HostClock:
                     waited = known.schedstat.delayed_us(), _other_threads_us()
                     if known.waited is not None:
                         ready_us, threads_us = (now - then for now, then in zip(waited, known.waited, strict=True))
-                        known.delayed_us += max(ready_us - max(threads_us, 0.0), 0.0)
+                        threads_us = min(max(threads_us, 0.0), ready_us)
+                        known.threads_us += threads_us
+                        known.delayed_us += ready_us - threads_us
                     known.waited = waited
             except (OSError, IndexError, ValueError):  # the script has closed it
                 known.schedstat = None
-        found: float = known.delayed_us
-        return found
 
     @property
     def tells_delays(self) -> bool:
         """Whether delays are known."""
-        self._delayed_us()
+        self._look()
         return self._known.schedstat is not None
 
 
@@ -284,12 +293,14 @@ def _switches() -> int:
     return used.ru_nvcsw + used.ru_nivcsw
 
 
-def _other_threads_us() -> float:
-    """Return the microseconds of processors that other threads of this process have had.
+def has_one_processor() -> bool:
+    """Whether all threads of this process share one processor, so that one that computes waits for the others."""
+    return torch.get_num_threads() == 1 and len(os.sched_getaffinity(0)) == 1
 
-    0 where torch computes with several: they have processors of their own, so the thread did not wait for them.
-    """
-    return 0.0 if torch.get_num_threads() > 1 else (time.process_time_ns() - time.thread_time_ns()) / 1e3
+
+def _other_threads_us() -> float:
+    """Return the microseconds that other threads of this process have had its processor; 0 if it has several."""
+    return (time.process_time_ns() - time.thread_time_ns()) / 1e3 if has_one_processor() else 0.0
 
 
 def host_sample(first: HostTime, last: HostTime, *, disturbs: bool) -> Sample:

@@ -200,7 +200,9 @@ class PlannedStep(msgspec.Struct, frozen=True):
     tied_us: tuple[tuple[float, ...], ...] = ()
     """and the reductions of these."""
     host_us: float = 0.0
-    """Of each action."""
+    """Of each action,"""
+    byte_us: float = 0.0
+    """and of each byte of a message on both sides."""
     agreeing_us: float = 0.0
     """At the begin of a step."""
 

@@ -12,7 +12,7 @@ import msgspec
 from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment
 
-MEASURED_FORMAT = 2
+MEASURED_FORMAT = 3
 LONGEST_STEP_US = 1e12
 """Eleven days."""
 _MOST_BYTES = 64 * 2**20
@@ -28,7 +28,9 @@ class Typical(msgspec.Struct, frozen=True, array_like=True):
 
     median_us: float = 0.0
     own_us: float = 0.0
-    """Likewise, without waiting for a processor that other processes had."""
+    """Likewise, without waiting for a processor."""
+    threads_us: float = 0.0
+    """What of that other threads of the rank had the processor, which copy messages."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -82,7 +84,7 @@ class RankTimes(msgspec.Struct, frozen=True):
     """Messages that it sends in a step."""
     host_us: float = 0.0
     """What its host does in a step beside computing and waiting: sending, and the runtime's own. Without waiting for a
-    processor that other processes had."""
+    processor."""
 
     @property
     def handled(self) -> int:
@@ -101,8 +103,15 @@ class RankTimes(msgspec.Struct, frozen=True):
     @property
     def processor_us(self) -> float:
         """Time of that in which it waited for a processor that other processes had."""
-        every = ((each.pieces, one) for each in self.stages for one in (each.forward, each.backward, each.weight))
-        return sum(pieces * max(one.median_us - one.own_us, 0.0) for pieces, one in every)
+        return sum(pieces * max(one.median_us - one.own_us - one.threads_us, 0.0) for pieces, one in self._parts())
+
+    @property
+    def threads_us(self) -> float:
+        """Time of that in which other threads of the rank had its processor."""
+        return sum(pieces * one.threads_us for pieces, one in self._parts())
+
+    def _parts(self) -> Iterator[tuple[int, Typical]]:
+        return ((each.pieces, one) for each in self.stages for one in (each.forward, each.backward, each.weight))
 
     @property
     def rest_us(self) -> float:

@@ -87,7 +87,8 @@ class Machine:
 
 def p2p_us(link: LinkCost, nbytes: Table) -> Table:
     """:meth:`LinkCost.p2p_us` for arrays of sizes."""
-    result: Table = np.where(nbytes > 0, link.p2p_latency_us + nbytes / link.p2p_bytes_per_us, 0.0)
+    byte_us = max(1.0 / link.p2p_bytes_per_us - 2.0 * link.p2p_host_us, 0.0)
+    result: Table = np.where(nbytes > 0, link.p2p_latency_us + nbytes * byte_us, 0.0)
     return result
 
 
@@ -98,6 +99,13 @@ def allreduce_us(link: LinkCost, nbytes: Table, ranks: npt.ArrayLike) -> Table:
     whole = steps / 2.0 * link.allreduce_latency_us + steps / count * nbytes / link.allreduce_bytes_per_us
     result: Table = np.where((nbytes > 0) & (count > 1), whole, 0.0)
     return result
+
+
+def reduction_us(link: LinkCost, nbytes: Table, ranks: npt.ArrayLike) -> tuple[Table, Table]:
+    """:meth:`LinkCost.reduction_us` for arrays of sizes and numbers of ranks."""
+    whole, count = allreduce_us(link, nbytes, ranks), np.asarray(ranks, dtype=float)
+    host = np.minimum(2.0 * (count - 1.0) / count * nbytes * link.allreduce_host_us, whole)
+    return whole - host, host
 
 
 def agreeing_us(link: LinkCost, world: int) -> float:

@@ -14,8 +14,10 @@ from rannd.graph.fx.ir import Size
 
 Latency: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Bandwidth: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e12)]
-"""What is read has to be possible: up to a quarter of an hour, and from 1 KB to a million TB per second."""
-"""The bounds are checked when a stored link is decoded: a plan divides by the bandwidth."""
+HostTime: TypeAlias = Annotated[float, Meta(ge=0, le=1e3)]
+"""What is read has to be possible: up to a quarter of an hour, from 1 KB to a million TB per second, and what a
+processor takes for a byte at that speed. It is checked when a stored link is decoded: a plan divides by the bandwidth.
+"""
 
 
 class BlockCost(msgspec.Struct, frozen=True, array_like=True):
@@ -53,10 +55,16 @@ class LinkCost(msgspec.Struct, frozen=True, array_like=True):
     allreduce_latency_us: Latency
     allreduce_bytes_per_us: Bandwidth
     """Bytes of the reduced buffer per microsecond for two ranks; with n ranks each moves 2(n-1)/n times the buffer."""
+    p2p_host_us: HostTime = 0.0
+    """What a byte of a message takes of the sender's processor, and as much of the receiver's, while they compute
+    nothing: part of the time that it takes. 0 where other processors copy messages."""
+    allreduce_host_us: HostTime = 0.0
+    """Likewise of each rank's processor for a byte of the reduced buffer, for two ranks; part of its time."""
 
     def p2p_us(self, nbytes: float) -> float:
-        """Time to send `nbytes` from one rank to another."""
-        return self.p2p_latency_us + nbytes / self.p2p_bytes_per_us if nbytes > 0 else 0.0
+        """Time of `nbytes` on their way from one rank to another, beside what the processors of both do for them."""
+        byte_us = max(1.0 / self.p2p_bytes_per_us - 2.0 * self.p2p_host_us, 0.0)
+        return self.p2p_latency_us + nbytes * byte_us if nbytes > 0 else 0.0
 
     def allreduce_us(self, nbytes: float, ranks: int) -> float:
         """Time of a ring all-reduce of `nbytes` among `ranks` ranks."""
@@ -64,6 +72,12 @@ class LinkCost(msgspec.Struct, frozen=True, array_like=True):
             return 0.0
         steps = 2.0 * (ranks - 1)
         return steps / 2.0 * self.allreduce_latency_us + steps / ranks * nbytes / self.allreduce_bytes_per_us
+
+    def reduction_us(self, nbytes: float, ranks: int) -> tuple[float, float]:
+        """Time of an all-reduce beside what each rank's processor does for it, and that."""
+        whole = self.allreduce_us(nbytes, ranks)
+        host = min(2.0 * (ranks - 1) / ranks * nbytes * self.allreduce_host_us, whole)
+        return whole - host, host
 
 
 class RuntimeCost(msgspec.Struct, frozen=True, array_like=True):

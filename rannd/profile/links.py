@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,21 +62,45 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
         dist.all_reduce(buffers[nbytes], group=group)
         gradients[nbytes].copy_(buffers[nbytes])
 
-    times = torch.zeros(len(messages) + len(buckets), dtype=torch.float64, device=device)
     jobs = [*((bounce, nbytes) for nbytes in messages), *((reduce, nbytes) for nbytes in buckets)]
+    times = torch.zeros(len(jobs) + 2, dtype=torch.float64, device=device)
     for place, (action, nbytes) in enumerate(jobs):
         dist.barrier(group=group)
         times[place] = _time(action, nbytes, device)
+    for place, (action, sizes) in enumerate(((bounce, messages), (reduce, buckets)), start=len(jobs)):
+        dist.barrier(group=group)
+        if not is_accelerator(device) and timing.has_one_processor():
+            times[place] = _processor_us(action, sizes[0], sizes[-1])
     timing.release()
     if rank != pair[0]:
         times.zero_()
     dist.all_reduce(times, group=group)  # all ranks use the times of the pair's first rank
-    sent, reduced = times.split([len(messages), len(buckets)])
+    sent, reduced, (bounced, summed) = (each.tolist() for each in times.split([len(messages), len(buckets), 2]))
     # A bounce is two messages; in an all-reduce of 2(n-1) steps each of n ranks moves 2(n-1)/n times the buffer.
-    latency, bandwidth = fit(messages, (sent / 2).tolist())
+    latency, bandwidth = fit(messages, [us / 2 for us in sent])
     steps = 2.0 * (size - 1)
-    reduce_latency, reduce_bandwidth = fit(buckets, reduced.tolist())
-    return LinkCost(latency, bandwidth, reduce_latency * 2 / steps, reduce_bandwidth * steps / size)
+    reduce_latency, reduce_bandwidth = fit(buckets, reduced)
+    return LinkCost(
+        latency,
+        bandwidth,
+        reduce_latency * 2 / steps,
+        reduce_bandwidth * steps / size,
+        min(bounced / 2, 0.5 / bandwidth),
+        min(summed, 1 / reduce_bandwidth) * size / steps,
+    )
+
+
+def _processor_us(action: Callable[[int], None], small: int, large: int) -> float:
+    """Return what a byte takes of the processor of this process, in microseconds."""
+    took = []
+    for nbytes in (small, large):
+        each = []
+        for _ in range(REPEATS):
+            start = time.process_time_ns()
+            action(nbytes)
+            each.append(time.process_time_ns() - start)
+        took.append(min(each) / 1e3)  # other processes only make it longer
+    return max(took[1] - took[0], 0.0) / (large - small)
 
 
 def copy_speed(device: torch.device) -> LinkCost:

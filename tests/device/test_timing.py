@@ -279,14 +279,15 @@ def test_a_processor_that_the_process_itself_takes_is_counted() -> None:
     """As threads that copy messages do, in each step."""
     clock = HostClock()
     with one_core(), ThreadPoolExecutor(1) as pool:
-        first, ready, threads = clock.read(), ready_us(), threads_us()
+        first, ready, threads, begun = clock.read(), ready_us(), threads_us(), clock.moment()
         copying = pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", 300_000)  # computes without the interpreter
         while not copying.done():
             compute(0.01)
-        last, ready, threads = clock.read(), ready_us() - ready, threads_us() - threads
+        last, ready, threads, ended = clock.read(), ready_us() - ready, threads_us() - threads, clock.moment()
     assert ready >= 0.9 * threads > 50_000
     # What is left was waited for other processes: tests run beside this one.
     assert last.delayed_us - first.delayed_us < ready - 0.8 * threads
+    assert 0.8 * threads < ended.threads_us - begun.threads_us < 1.1 * threads + 1000
 
 
 @pytest.mark.usefixtures("single_threaded")

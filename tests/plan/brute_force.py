@@ -125,6 +125,7 @@ class Reference:
             elif self.zero == 3:
                 forward, backward = max(forward, half), max(backward, 2 * half)
             host = runtime.host_us * (1 + (start > 0) + (end < len(self.blocks)))
+            host += link.p2p_host_us * sum(self._bytes(start, end, what, rows) for what in ("received", "sent"))
             values = grads = 0.0
             if several:
                 values = (link if near.values else between).p2p_us(self._bytes(start, end, "received", rows))
@@ -141,15 +142,16 @@ class Reference:
                 rounds.append([(most - 1) * us for us in each])
             nodes = [slot.node for slot in self.slots]
             all_over = link if nodes[0] == nodes[-1] else between
-            whole = over.allreduce_us(own, count) * (0.5 if self.zero >= 2 else 1) + all_over.allreduce_us(
-                shared, self.world
-            )
             bucket = 25 * 2**20
+            part = 0.5 if self.zero >= 2 else 1
+            beside, host_own = (part * us for us in over.reduction_us(own, count))
+            beside_shared, host_shared = all_over.reduction_us(shared, self.world)
             tail = max(
-                over.allreduce_us(min(own, bucket), count) * (0.5 if self.zero >= 2 else 1),
-                all_over.allreduce_us(min(shared, bucket), self.world),
+                over.reduction_us(min(own, bucket), count)[0] * part,
+                all_over.reduction_us(min(shared, bucket), self.world)[0],
             )
-            reductions.append(max(whole - (weight or backward), tail) + (half if self.zero in (1, 2) else 0.0))
+            left = max(beside + beside_shared - (weight or backward), tail) + host_own + host_shared
+            reductions.append(left + (half if self.zero in (1, 2) else 0.0))
             backwards.append(0.0 if plan.schedule == "zb_h1" else backward + grads)
         if several:
             fill += link.p2p_us(self._outputs(rows)) + link.p2p_us(self._inputs_grad(rows))

@@ -18,7 +18,7 @@ from rannd.plan.run_modes import RUN_MODES, RunMode
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate.simulator import Simulation, predict
-from rannd.profile.costs import CostTable, RuntimeCost
+from rannd.profile.costs import CostTable, LinkCost, RuntimeCost
 
 PLENTY = 10**15
 WHAT = [
@@ -68,6 +68,15 @@ def deploy(
     )
 
 
+def copying(link: LinkCost, random: Random) -> LinkCost:
+    """A link whose messages and reductions take time of the ranks' processors."""
+    return msgspec.structs.replace(
+        link,
+        p2p_host_us=random.choice([0.1, 0.5, 0.7]) / link.p2p_bytes_per_us,
+        allreduce_host_us=random.choice([0.3, 1.0]) / link.allreduce_bytes_per_us,
+    )
+
+
 class Instance:
     """A random model on a random machine; all of it follows from `seed`."""
 
@@ -85,6 +94,9 @@ class Instance:
             action_us, call_us = Random(seed).choice([0.5, 20.0]), Random(seed).choice([0.0, 30.0])
             runtime = RuntimeCost(action_us, call_us, Random(seed + 1).choice([0.0, 5.0, 40.0]))
             self.costs = msgspec.structs.replace(self.costs, runtime=runtime)
+        if seed % 3 == 1:
+            links = [copying(link, Random(seed + 2)) for link in (self.costs.link, self.costs.between) if link]
+            self.costs = CostTable(self.costs.blocks, *links, runtime=self.costs.runtime)
         self.interleaved = random.random() < 0.7
         run = way or RunMode("1f1b" if self.interleaved else "gpipe")
         self.way: RunMode | None = run

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rannd.plan.topology import p2p_us, reduction_us
 from rannd.profile import links
 from rannd.profile.costs import LinkCost
 from rannd.profile.links import LARGE, copy_speed, fit, measure_links, sizes_up_to
@@ -20,6 +23,13 @@ from rannd.profile.links import LARGE, copy_speed, fit, measure_links, sizes_up_
 def _through_the_host(rank: int, folder: str) -> None:
     """As ranks that share a GPU do: gloo cannot read its memory."""
     links.is_accelerator, links.FASTER = (lambda device: True), 1
+    _rank(rank, folder)
+
+
+def _on_one_processor(rank: int, folder: str) -> None:
+    """The threads that copy messages have no other one."""
+    there = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {there[rank % len(there)]})
     _rank(rank, folder)
 
 
@@ -44,12 +54,43 @@ def _plausible(cost: LinkCost) -> None:
     assert cost.p2p_us(0) == cost.allreduce_us(LARGE, 1) == 0
 
 
-@pytest.mark.parametrize("run", [_rank, _through_the_host])
-def test_two_ranks_find_the_same(run: Callable[[int, str], None], tmp_path: Path) -> None:
-    mp.spawn(run, (str(tmp_path),), nprocs=2)
-    costs = [msgspec.msgpack.decode((tmp_path / f"cost{rank}").read_bytes(), type=LinkCost) for rank in range(2)]
+def _cost(run: Callable[[int, str], None], folder: Path) -> LinkCost:
+    mp.spawn(run, (str(folder),), nprocs=2)
+    costs = [msgspec.msgpack.decode((folder / f"cost{rank}").read_bytes(), type=LinkCost) for rank in range(2)]
     assert costs[0] == costs[1]
     _plausible(costs[0])
+    return costs[0]
+
+
+@pytest.mark.parametrize("run", [_rank, _through_the_host])
+def test_two_ranks_find_the_same(run: Callable[[int, str], None], tmp_path: Path) -> None:
+    cost = _cost(run, tmp_path)
+    several = run is _through_the_host or len(os.sched_getaffinity(0)) > 1
+    assert not several or (cost.p2p_host_us, cost.allreduce_host_us) == (0.0, 0.0)
+
+
+def test_a_rank_with_one_processor_computes_nothing_while_it_copies_messages(tmp_path: Path) -> None:
+    cost = _cost(_on_one_processor, tmp_path)
+    # Both sides copy one after the other, so at most half of a message's time is of one of them.
+    assert 0.05 < cost.p2p_host_us * cost.p2p_bytes_per_us <= 0.5
+    assert 0.1 < cost.allreduce_host_us * cost.allreduce_bytes_per_us <= 1.0
+
+
+def test_what_processors_do_for_messages_is_part_of_their_time() -> None:
+    link = LinkCost(10.0, 100.0, 20.0, 200.0, 0.003, 0.002)
+    assert link.p2p_us(1000) == pytest.approx(10.0 + 1000 / 100 - 2 * 1000 * 0.003)
+    for ranks in (1, 2, 4):
+        beside, host = link.reduction_us(1000, ranks)
+        assert beside + host == pytest.approx(link.allreduce_us(1000, ranks))
+        assert host == pytest.approx(2 * (ranks - 1) / ranks * 1000 * 0.002)
+    wrong = msgspec.structs.replace(link, p2p_host_us=1.0, allreduce_host_us=1.0)
+    assert (wrong.p2p_us(1000), wrong.reduction_us(1000, 2)) == (10.0, (0.0, link.allreduce_us(1000, 2)))
+    sizes, counts = np.array([0.0, 1.0, 1000.0]), np.array([[1], [2], [4]])
+    for each in (link, wrong):
+        assert p2p_us(each, sizes).tolist() == pytest.approx([each.p2p_us(size) for size in sizes])
+        for table, number in zip(reduction_us(each, sizes, counts), range(2), strict=True):
+            told = [[each.reduction_us(size, count)[number] for size in sizes] for (count,) in counts]
+            assert table == pytest.approx(np.array(told))
 
 
 def test_copies_stand_for_links_that_are_not_there() -> None:
@@ -103,6 +144,8 @@ def test_times_that_no_link_has_give_one_that_can_be() -> None:
         [1.0, 1e-290, 1.0, 1.0],
         [float("nan")] * 4,
         [float("inf")] * 4,
+        [1.0, 1.0, 1.0, 1.0, -1.0, 0.0],
+        [1.0, 1.0, 1.0, 1.0, 0.0, float("nan")],
     ],
 )
 def test_a_stored_link_that_no_link_can_be_is_refused(stored: list[float]) -> None:

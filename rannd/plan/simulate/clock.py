@@ -60,6 +60,11 @@ class _Clock:
         if costs.far_values_us is not None or costs.far_grads_us is not None:
             self.far = _prices(layout, costs.far_values_us or costs.values_us, costs.far_grads_us or costs.grads_us)
         self.nodes = costs.nodes or (0,) * layout.slot_count
+        self.handling = [costs.host_us] * (2 * len(self.numbers))
+        """What a message of each kind takes of the host at each of its ends, by its number."""
+        if costs.byte_us:
+            sizes = _prices(layout, costs.values_bytes, costs.grads_bytes)
+            self.handling = [costs.host_us + costs.byte_us * nbytes for nbytes in sizes]
 
     def play(self, *, record: bool) -> Played:
         world = self.layout.slot_count
@@ -159,12 +164,17 @@ class _Clock:
         for left in (*values.values(), *grads.values()):
             late += left
         steps.append((0.0, late, [], None, 0))
-        if not costs.host_us:
+        if not costs.host_us and not costs.byte_us:
             return steps
         return [
-            (us + costs.host_us * ((action is not None) + len(needs) + len(sent)), needs, sent, action, number)
+            (us + self._host_us(needs, sent) + costs.host_us * (action is not None), needs, sent, action, number)
             for us, needs, sent, action, number in steps
         ]
+
+    def _host_us(self, needs: Sequence[int], sent: Sequence[_Send]) -> float:
+        """Return what the messages of a step take of the host."""
+        messages = [*needs, *(message for message, _, _ in sent)]
+        return sum(self.handling[message // self.total] for message in messages)
 
     def _name(self, message: int, sender: int | None = None) -> str:
         """Return the text of the action that receives a message."""

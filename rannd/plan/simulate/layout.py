@@ -118,18 +118,28 @@ def layout_and_costs(
         working.append(each.working_bytes)
     far = between or link
 
-    def allreduce(stages: Sequence[int], sizes: Sequence[int]) -> list[float]:
+    def over(stages: Sequence[int]) -> tuple[LinkCost, int]:
         slots = {slot for stage in stages for slot in layout.stages[stage]}
-        chosen = link if len({deployment.slots[slot].node for slot in slots}) == 1 else far
-        return [chosen.allreduce_us(nbytes, len(slots)) for nbytes in sizes]
+        return link if len({deployment.slots[slot].node for slot in slots}) == 1 else far, len(slots)
+
+    copying = [0.0] * len(layout.stages)
+    """What reductions take of the processors of each stage."""
 
     def reduce(stages: Sequence[int]) -> tuple[float, ...]:
-        nbytes = reduced.get(tuple(stages), 0)
+        nbytes, (chosen, ranks) = reduced.get(tuple(stages), 0), over(stages)
         part = reduced_part(deployment.zero) if len(stages) == 1 else 1.0
-        found = [part * us for us in allreduce(stages, bucket_sizes(nbytes) if overlap else [nbytes])]
+        each = [chosen.reduction_us(size, ranks) for size in (bucket_sizes(nbytes) if overlap else [nbytes])]
+        for stage in stages:
+            copying[stage] += part * sum(host for _, host in each)
+        found = [part * us for us, _ in each]
         return tuple(found) if any(found) else ()
 
-    gathers = [0.5 * allreduce([stage], [trained.get((stage,), 0)])[0] for stage in range(len(layout.stages))]
+    gathers = []
+    for number in range(len(layout.stages)):
+        chosen, ranks = over([number])
+        gathers.append(0.5 * chosen.allreduce_us(trained.get((number,), 0), ranks))
+    reduce_us = tuple(reduce([stage]) for stage in range(len(layout.stages)))
+    tied_us = tuple(reduce(stages) for stages in layout.tied)
     forwards, backwards = [], []
     for stage, count, gather in zip(deployment.stages, pieces, gathers, strict=True):
         each = stage.estimate
@@ -145,11 +155,12 @@ def layout_and_costs(
         agreeing_us=runtime.call_us
         + agreeing_us(far if len({slot.node for slot in deployment.slots}) > 1 else link, layout.world),
         host_us=runtime.host_us,
-        after_us=_after(deployment, gathers),
+        byte_us=link.p2p_host_us,
+        after_us=_after(deployment, gathers, copying),
         values_us=_times(sizes, rows, link),
         grads_us=_times(grads, rows, link),
-        reduce_us=tuple(reduce([stage]) for stage in range(len(layout.stages))),
-        tied_us=tuple(reduce(stages) for stages in layout.tied),
+        reduce_us=reduce_us,
+        tied_us=tied_us,
         nodes=tuple(slot.node for slot in deployment.slots),
         far_values_us=_times(sizes, rows, far),
         far_grads_us=_times(grads, rows, far),
@@ -162,12 +173,12 @@ def layout_and_costs(
     )
 
 
-def _after(deployment: Deployment, gathers: Sequence[float]) -> tuple[float, ...]:
-    """Time of what follows the reductions, by stage: copies of the optimizer's state, and gathering (ZeRO 1 and 2)."""
+def _after(deployment: Deployment, gathers: Sequence[float], copying: Sequence[float]) -> tuple[float, ...]:
+    """Time of what follows the reductions, by stage, see `StepCosts.after_us`."""
+    later = gathers if deployment.zero in (1, 2) else [0.0] * len(copying)
     copies = [stage.estimate.offload_us for stage in deployment.stages]
-    if deployment.zero in (1, 2):
-        return tuple(copy + gather for copy, gather in zip(copies, gathers, strict=True))
-    return tuple(copies) if any(copies) else ()
+    found = tuple(sum(each) for each in zip(copies, later, copying, strict=True))
+    return found if any(found) else ()
 
 
 def _times(sizes: Mapping[Edge, Size], rows: int, link: LinkCost) -> dict[Edge, float]:

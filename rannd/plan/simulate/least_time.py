@@ -105,8 +105,9 @@ class _Least:
     def _with_reductions(self, stops: Sequence[float], end: float) -> float:
         """Return the end of the step, if the stages end at `stops`, and all computations at `end`."""
         costs, free = self.costs, [0.0] * self.count
-        own = [((stage,), costs.reduce_us[stage]) for stage in range(self.count)]
-        for stages, buckets in (*own, *zip(self.layout.tied, costs.tied_us, strict=True)):
+        tied = dict(zip(self.layout.tied, costs.tied_us, strict=True))
+        for stages in self.layout.reductions:
+            buckets = tied[stages] if len(stages) > 1 else costs.reduce_us[stages[0]]
             whole = sum(buckets)
             if not whole:
                 continue
@@ -115,7 +116,7 @@ class _Least:
                 # Buckets become complete in the course of the last backward. How long that takes is known without the
                 # host, which handles some messages that are not counted here.
                 us = self.backward[stage] + self.weight[stage]
-                counted = buckets if not costs.host_us else buckets[-1:]
+                counted = buckets if not costs.host_us and not costs.byte_us else buckets[-1:]
                 left = sum(counted)
                 for bucket in counted:
                     ends.append(stops[stage] - us * (left - bucket) / whole + left)

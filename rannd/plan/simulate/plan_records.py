@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +22,8 @@ from rannd.plan.simulate.repeats import repeats
 from rannd.plan.simulate.simulator import Simulation, timeline_of
 from rannd.plan.simulate.step_costs import StepCosts
 from rannd.profile.costs import CostTable
+
+T = TypeVar("T")
 
 LONGEST_TEXT = 160
 """Characters of a path of modules, or of a source line, in a table of operators."""
@@ -78,6 +81,7 @@ def _planned(layout: Layout, step: StepCosts) -> PlannedStep:
         tied=layout.tied,
         tied_us=step.tied_us,
         host_us=step.host_us,
+        byte_us=step.byte_us,
         agreeing_us=step.agreeing_us,
     )
 
@@ -166,10 +170,9 @@ def _costs(
         forward, backward, weight = (tuple(times[part] for times in other) for part in range(3))
     nothing = (0,) * len(forward)
 
-    def by_edge(get: Callable[[EdgeCost], float], grads: bool = False) -> dict[Edge, float]:
+    def by_edge(get: Callable[[EdgeCost], T], grads: bool = False) -> dict[Edge, T]:
         return {(each.src, each.dst): get(each) for each in planned.edges if each.has_grads or not grads}
 
-    no_bytes: Mapping[Edge, int] = {}
     return StepCosts(
         forward_us=forward,
         backward_us=backward,
@@ -182,12 +185,13 @@ def _costs(
         after_us=planned.after_us,
         tied_us=planned.tied_us,
         host_us=planned.host_us,
+        byte_us=planned.byte_us,
         agreeing_us=planned.agreeing_us,
         nodes=nodes,
         state_bytes=nothing,
         kept_bytes=nothing,
         weight_bytes=nothing,
         working_bytes=nothing,
-        values_bytes=no_bytes,
-        grads_bytes=no_bytes,
+        values_bytes=by_edge(lambda each: each.values_bytes),
+        grads_bytes=by_edge(lambda each: each.grads_bytes, True),
     )

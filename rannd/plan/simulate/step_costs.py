@@ -26,12 +26,16 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Time to send a microbatch's activations to a slot of the same node."""
     grads_us: Mapping[Edge, float]
     reduce_us: tuple[tuple[float, ...], ...]
-    """Time to reduce each bucket of a stage's own parameters over its replicas, in the order in which they start."""
+    """Time to reduce each bucket of a stage's own parameters over its replicas, in the order in which they start;
+    without what `after_us` has of it."""
     after_us: tuple[float, ...] = ()
-    """Time of what follows the reductions, by stage: gathering its parameters after the optimizer (ZeRO 1 and 2), and
-    copies of the optimizer's state that is elsewhere between steps; empty without both."""
+    """Time of what follows the reductions, by stage: what they take of the slots' processors themselves, gathering its
+    parameters after the optimizer (ZeRO 1 and 2), and copies of the optimizer's state that is elsewhere between steps;
+    empty without all of it."""
     host_us: float = 0.0
-    """Time that each action, transfers too, takes of its slot's host, during which the slot computes nothing."""
+    """Time that each action, transfers too, takes of its slot's host, during which the slot computes nothing,"""
+    byte_us: float = 0.0
+    """and each byte of a message, at the sender as well as at the receiver."""
     agreeing_us: float = 0.0
     """Time at the start of a step: the agreement between ranks, and what the runtime takes once."""
     tied_us: tuple[tuple[float, ...], ...] = ()

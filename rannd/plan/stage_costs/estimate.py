@@ -135,7 +135,8 @@ class StageTables(StageTerms):
         backward += self.add_us[start, end] * (pieces - 1)
         weight = microbatch.weight_us[start, end] * pieces if split else 0.0
         zero = self.variant.zero
-        reduce = self.reductions.of(end, self.replicas, inside, zero)[0][start, column]
+        reduction = self.reductions.of(end, self.replicas, inside, zero)
+        reduce = reduction.whole[start, column] + reduction.host[start, column]
         if zero in (1, 2):
             reduce += self.reductions.gather(end, self.replicas, inside)[start, column]
         own = self.memory.state.of_stage(start, divided.ends, replicas)

@@ -111,7 +111,7 @@ class LeastTerms:
         replicas.
         """
         tables, zero, runs = self._first, self._first.variant.zero, self.runs
-        whole, tail, gather = tables.reductions.least(self.replicas, zero)
+        (whole, tail, host), gather = tables.reductions.least(self.replicas, zero)
         # If a backward waits for gradients to be scattered, only their last bucket may be left.
         found = tail[None]
         if tables.options.sync_allreduce:
@@ -122,7 +122,7 @@ class LeastTerms:
             more = rows.forward_us[variants] + fetch_us(memory.read_back[variants], tables.options.device)
             hiding = of_runs(rows.backward_us[variants], runs) + np.where(again, of_runs(more, runs), 0.0)
             found = np.maximum(whole - hiding[..., None], tail)
-        found = found + gather if zero in (1, 2) else found
+        found = found + host + gather if zero in (1, 2) else found + host
         return np.broadcast_to(found, (len(variants), *found.shape[1:]))
 
 

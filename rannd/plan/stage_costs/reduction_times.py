@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.stage_costs.intervals import Intervals, of_runs
-from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us
+from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, reduction_us
 from rannd.plan.zero import reduced_part
+from rannd.profile.costs import LinkCost
 
-_What = Literal["gradients", "last bucket", "parameters"]
-_REDUCED: tuple[_What, _What] = ("gradients", "last bucket")
+_What = Literal["gradients", "last bucket", "parameters", "host"]
+
+
+class Reduction(NamedTuple):
+    """Times to reduce gradients of stages: tables of one shape."""
+
+    whole: Table
+    """All of them, beside computing,"""
+    tail: Table
+    """and the last bucket."""
+    host: Table
+    """Of the ranks' processors, for all of them: nothing computes meanwhile."""
 
 
 class Reductions:
@@ -29,27 +40,28 @@ class Reductions:
             "gradients": own,
             "last bucket": np.minimum(own, BUCKET),
             "parameters": intervals.trainable.whole - intervals.trainable.shared,
+            "host": own,
         }
         self._links = [machine.between, machine.link] if machine.several else [machine.link]
         self._known: dict[tuple[_What, int, int, bytes], Table] = {}
-        self._least: dict[bytes, tuple[Table, Table, Table]] = {}
-        self._shared, self._shared_bucket = (
-            allreduce_us(self._links[0], size, machine.world) for size in (shared, np.minimum(shared, BUCKET))
+        self._least: dict[bytes, tuple[Reduction, Table]] = {}
+        whole, host = reduction_us(self._links[0], shared, machine.world)
+        self._shared = Reduction(
+            whole, reduction_us(self._links[0], np.minimum(shared, BUCKET), machine.world)[0], host
         )
 
-    def of(self, end: int, replicas: Counts, inside: Mask | None, zero: int) -> tuple[Table, Table]:
-        """Return times of the reduction and its last bucket for stages that end at `end`: ``[start, number of
-        replicas]``.
+    def of(self, end: int, replicas: Counts, inside: Mask | None, zero: int) -> Reduction:
+        """Return times of the reduction for stages that end at `end`: ``[start, number of replicas]``.
 
         `inside`: whether the replicas are on one node, by their number; None: they count as on different nodes if there
         are several. With ZeRO 2 and 3 own gradients are only reduce-scattered, half of an all-reduce.
         """
-        part = reduced_part(zero)
-        whole, tail = (self._at(what, end, replicas, inside) for what in _REDUCED)
-        if part < 1:
-            whole, tail = whole * part, tail * part
-        whole = whole + self._shared[:end, end, None]
-        return whole, np.maximum(tail, self._shared_bucket[:end, end, None])
+        own = Reduction(
+            self._at("gradients", end, replicas, inside),
+            self._at("last bucket", end, replicas, inside),
+            self._at("host", end, replicas, inside),
+        )
+        return _together(own, Reduction(*(each[:end, end, None] for each in self._shared)), zero)
 
     def gather(self, end: int, replicas: Counts, inside: Mask | None) -> Table:
         """Return the time to gather own parameters, or to scatter their gradients: half of an all-reduce."""
@@ -64,20 +76,33 @@ class Reductions:
     def _over(self, what: _What, end: int, replicas: Counts, link: int) -> Table:
         key = what, end, link, replicas.tobytes()
         if key not in self._known:
-            self._known[key] = allreduce_us(self._links[link], self._bytes[what][:end, end, None], replicas)
+            self._known[key] = _time(what, self._links[link], self._bytes[what][:end, end, None], replicas)
         return self._known[key]
 
-    def least(self, replicas: Counts, zero: int) -> tuple[Table, Table, Table]:
-        """Return lower bounds of reduction, last bucket, gathering for any placement: ``[stage, number of replicas]``,
-        for all stages (`Intervals.runs`). None falls with the number of replicas."""
+    def least(self, replicas: Counts, zero: int) -> tuple[Reduction, Table]:
+        """Return lower bounds of reduction and gathering for any placement: ``[stage, number of replicas]``, for all
+        stages (`Intervals.runs`). None falls with the number of replicas."""
         key = replicas.tobytes()
         if key not in self._least:
-            own, bucket, values = (
-                np.minimum.reduce([allreduce_us(link, own, replicas) for link in self._links])
-                for own in (of_runs(size, self._runs)[:, None] for size in self._bytes.values())
+            sizes = {what: of_runs(size, self._runs)[:, None] for what, size in self._bytes.items()}
+            own, bucket, values, host = (
+                np.minimum.reduce([_time(what, link, size, replicas) for link in self._links])
+                for what, size in sizes.items()
             )
-            self._least[key] = own, bucket, values
-        own, bucket, values = self._least[key]
-        part = reduced_part(zero)
-        shared, shared_bucket = (of_runs(each, self._runs)[:, None] for each in (self._shared, self._shared_bucket))
-        return own * part + shared, np.maximum(bucket * part, shared_bucket), values * 0.5
+            self._least[key] = Reduction(own, bucket, host), values * 0.5
+        least, values = self._least[key]
+        return _together(least, Reduction(*(of_runs(each, self._runs)[:, None] for each in self._shared)), zero), values
+
+
+def _time(what: _What, link: LinkCost, nbytes: Table, replicas: Counts) -> Table:
+    if what == "parameters":
+        return allreduce_us(link, nbytes, replicas)
+    return reduction_us(link, nbytes, replicas)[what == "host"]
+
+
+def _together(own: Reduction, shared: Reduction, zero: int) -> Reduction:
+    """Return the reduction of a stage's own gradients, of which `zero` may reduce a part, and of those it shares."""
+    part = reduced_part(zero)
+    if part < 1:
+        own = Reduction(*(each * part for each in own))
+    return Reduction(own.whole + shared.whole, np.maximum(own.tail, shared.tail), own.host + shared.host)

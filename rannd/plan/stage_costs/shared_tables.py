@@ -24,8 +24,8 @@ ROUNDING = 1e-9
 class RowTables:
     """Times and sizes of a microbatch of so many rows for all runs of blocks: ``[start, end]``, in us and bytes.
 
-    `rows`: their number; for several variants at once numbers ``[variant, 1, 1]``, with which tables, but for those of
-    the host, are ``[variant, start, end]``.
+    `rows`: their number; for several variants at once numbers ``[variant, 1, 1]``, with which tables are
+    ``[variant, start, end]``.
     """
 
     def __init__(self, intervals: Intervals, machine: Machine, rows: int | Counts) -> None:
@@ -33,10 +33,6 @@ class RowTables:
         action_us = np.triu(np.full((intervals.count + 1,) * 2, machine.runtime.action_us), 1)  # not of no blocks
         self.forward_us = at(intervals.forward, rows) + action_us
         self.backward_us = at(intervals.backward, rows) + action_us
-        self.host_us = np.full_like(action_us, machine.runtime.host_us)
-        """Of the host for a forward, or a backward: it, its message from the stage before, and that to the next one."""
-        self.host_us[1:] += machine.runtime.host_us
-        self.host_us[:, :-1] += machine.runtime.host_us
         self.given = at(intervals.given, rows)
         """Of the model's inputs; those of all microbatches are there from the start."""
         self.received = at(intervals.received, rows)
@@ -45,7 +41,14 @@ class RowTables:
         """Of the gradients that come back."""
         self.output = at(intervals.output, rows)
         """Of the model's outputs."""
-        self.crossing = self.received + at(intervals.sent, rows) + self.output
+        sent = at(intervals.sent, rows)
+        host_us = np.full_like(action_us, machine.runtime.host_us)
+        host_us[1:] += machine.runtime.host_us
+        host_us[:, :-1] += machine.runtime.host_us
+        self.host_us = host_us + machine.link.p2p_host_us * (self.received + sent)
+        """Of the host for a forward, or a backward: it, its message from the stage before, and that to the next one,
+        which count as equally large in both directions and over all links."""
+        self.crossing = self.received + sent + self.output
         """Of what crosses the stage's border and stays until its backward."""
         self.between = at(intervals.inner, rows)
         """Of what blocks hand to each other, kept if they recompute one by one."""

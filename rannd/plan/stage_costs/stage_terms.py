@@ -281,8 +281,9 @@ class StageTerms:
     def _exposed(self, end: int, backward: Table, inside: Mask | None) -> Table:
         """Return the reduction left after the last microbatch's backward: what did not overlap, and the last bucket."""
         zero = self.variant.zero
-        whole, tail = self.reductions.of(end, self.replicas, inside, zero)
-        left: Table = whole if self.options.sync_allreduce else np.maximum(whole - backward, tail)
+        found = self.reductions.of(end, self.replicas, inside, zero)
+        left: Table = found.whole if self.options.sync_allreduce else np.maximum(found.whole - backward, found.tail)
+        left = left + found.host
         # With ZeRO 1 and 2 parameters are gathered after the optimizer.
         if self.offload.optimizer or self.offload.params:
             left = left + self.copies_us(end)

@@ -148,10 +148,10 @@ class VirtualPlans:
             return tied
         inside, replicas = self._all_inside(shape), np.array([shape.replicas])
         end, reductions = len(self.blocks), self._shared.reductions
-        whole = float(reductions.of(end, replicas, inside, shape.mode.zero)[0][0, 0]) / shape.positions
-        after = 0.0
+        found = reductions.of(end, replicas, inside, shape.mode.zero)
+        whole, after = (float(each[0, 0]) / shape.positions for each in (found.whole, found.host))
         if shape.mode.zero in (1, 2):
-            after = float(reductions.gather(end, replicas, inside)[0, 0]) / shape.positions
+            after += float(reductions.gather(end, replicas, inside)[0, 0]) / shape.positions
         if self.options.sync_allreduce:
             return whole + after + tied
         backward = float(at(self.intervals.backward, self.rows(shape.microbatches))[0, -1]) / shape.stages

@@ -183,7 +183,7 @@ def comparison(deployment: Deployment, measured: MeasuredStep) -> str:
     slowest = max(measured.ranks, key=lambda rank: rank.step_us)
     whole = measured.step_us - deployment.step_us
     others = slowest.processor_us
-    computing = slowest.computing_us - others - planned_computing_us(deployment, slowest.slot)
+    computing = slowest.computing_us - others - slowest.threads_us - planned_computing_us(deployment, slowest.slot)
     runtime = slowest.host_us - planned_host_us(deployment, slowest)
     told = f"processors that others had {others / 1e3:+.1f} ms, " if others > TOLD * measured.step_us else ""
     return (
@@ -213,7 +213,7 @@ def is_busy(measured: MeasuredStep) -> bool:
     """Whether other processes slow down the computations of a rank."""
     for rank in measured.ranks:
         typical = [each for stage in rank.stages for each in (stage.forward, stage.backward, stage.weight)]
-        if sum(each.median_us for each in typical) > BUSY * sum(each.own_us for each in typical):
+        if sum(each.median_us for each in typical) > BUSY * sum(each.own_us + each.threads_us for each in typical):
             return True
     return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from rannd.device.timing import HostClock
+from rannd.device.timing import HostClock, Moment
 from rannd.plan.schedule.program import Action
 from rannd.runtime.timeline.event_ring import EventRing
 from rannd.runtime.timeline.recorder import COMPUTING, WAITING, Doing, Mark, StepRecorder, StepRow
@@ -26,8 +26,8 @@ class HostRecorder(StepRecorder):
         self._row = StepRow(-1, 0)
         self._ring: EventRing[Event] | None = EventRing() if full else None
         self._clock = HostClock()
-        self._delayed_us: dict[int, float] = {}
-        """What the thread had waited for processors at the begin of what is going on."""
+        self._begun: dict[int, Moment] = {}
+        """When what is going on began."""
         self._inside: list[tuple[int, int]] = []
         """Begin, and own nanoseconds, of computations and waits since the last call ended."""
 
@@ -39,9 +39,9 @@ class HostRecorder(StepRecorder):
         self._end(kind, src, dst, action, begun)
 
     def begin_on_host(self) -> int:
-        now, delayed_us = self._clock.moment()
-        self._delayed_us[now] = delayed_us
-        return now
+        now = self._clock.moment()
+        self._begun[now.ns] = now
+        return now.ns
 
     def end_on_host(self, kind: Doing, begun: int) -> None:
         end = self._end(kind, -1, -1, None, begun)
@@ -50,12 +50,17 @@ class HostRecorder(StepRecorder):
 
     def _end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: int) -> int:
         """Record what ends now, and how long of it the thread waited for a processor; returns the moment."""
-        end, delayed_us = self._clock.moment()
-        before = self._delayed_us.pop(begun, None)
+        now = self._clock.moment()
+        before = self._begun.pop(begun, None)
+        end = now.ns
         self._add(self._row, kind, src, dst, action, begun, end)
-        delayed_ns = 0 if before is None else int(1e3 * (delayed_us - before))
-        self._row.delays[kind, src] = self._row.delays.get((kind, src), 0) + delayed_ns
-        own_ns = end - begun - delayed_ns
+        own_ns = end - begun
+        if before is not None:
+            waits = self._row.delays.setdefault((kind, src), [0, 0])
+            for number in range(2):
+                waited_ns = int(1e3 * (now[1 + number] - before[1 + number]))
+                waits[number] += waited_ns
+                own_ns -= waited_ns
         if kind is Doing.CALL:
             self._row.host_ns += max(own_ns - sum(ns for begin, ns in self._inside if begin >= begun), 0)
             self._inside.clear()
@@ -80,7 +85,7 @@ class HostRecorder(StepRecorder):
     def begin_step(self, number: int) -> None:
         now = time.perf_counter_ns()
         self._row.end_ns = now
-        self._delayed_us.clear()  # of what an error has ended
+        self._begun.clear()  # of what an error has ended
         self._inside.clear()
         self._row = StepRow(number, now)
 

@@ -83,9 +83,9 @@ class StepRow:
         """End of its agreement."""
         self.sums: dict[Place, list[int]] = {}
         """How often, and nanoseconds together."""
-        self.delays: dict[tuple[Doing, int], int] = {}
-        """Nanoseconds in which what was done of each kind for each stage (`src`) waited for a processor that other
-        processes had."""
+        self.delays: dict[tuple[Doing, int], list[int]] = {}
+        """Nanoseconds in which what was done of each kind for each stage (`src`) waited for a processor: that other
+        processes had, and that other threads of its own process had."""
         self.firsts: dict[Place, int] = {}
         """End of the first message of each edge that was sent, or received."""
         self.host_ns = 0

@@ -66,14 +66,16 @@ def _all_count(row: StepRow, kind: Doing) -> int:
 
 
 def _typical(rows: Sequence[StepRow], place: Place) -> Typical:
-    each, own = [], []
+    each, own, threads = [], [], []
     for row in rows:
         if count := _count(row, place):
+            delays = [ns / 1e3 / count for ns in row.delays.get(place[:2], (0, 0))]
             each.append(_us(row, place) / count)
-            own.append(max(each[-1] - row.delays.get(place[:2], 0) / 1e3 / count, 0.0))
+            own.append(max(each[-1] - sum(delays), 0.0))
+            threads.append(delays[1])
     if not each:
         return Typical()
-    return Typical(_middle(each), _middle(own))
+    return Typical(_middle(each), _middle(own), _middle(threads))
 
 
 def _middle(values: Sequence[float]) -> float:

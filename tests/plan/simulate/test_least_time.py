@@ -31,6 +31,7 @@ def somewhere(layout: Layout, random: Random) -> StepCosts:
         | {edge: us for edge, us in costs.values_us.items() if us < 0.5},
         far_grads_us={edge: us + random.choice([0.0, 5.0]) for edge, us in costs.grads_us.items()},
         host_us=random.choice([0.0, 0.25]),
+        byte_us=random.choice([0.0, 0.25]),
         agreeing_us=2.0,
         after_us=random.choice([(), tuple(float(random.randint(0, 9)) for _ in layout.stages)]),
     )
@@ -43,6 +44,15 @@ def test_no_simulated_step_is_below_the_bound(layout: Layout, schedule: str, ran
     delayed = costs.split if schedule in DELAYING else ()
     step_us = simulate(planned_program(schedule, layout, costs.split), costs).step_us
     assert least_us(layout, costs, delayed=delayed) <= step_us
+
+
+def test_reductions_come_in_the_order_of_stages() -> None:
+    """Those that stages 0 and 2 share before stage 2's own, which stage 0 does not wait for."""
+    stages = tuple((slot,) for slot in range(4))
+    layout = Layout(4, 1, stages, ((-1, 0),), (), ((0, 2),))
+    costs = virtual(layout, reduce_us=((), (), (50.0,), ()), tied_us=((3.0,),), after_us=(70.0, 0.0, 0.0, 0.0))
+    step_us = simulate(planned_program("gpipe", layout, costs.split), costs).step_us
+    assert 0 < least_us(layout, costs) <= step_us
 
 
 @given(interleaved(), st.randoms(use_true_random=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from plan_graphs import GraphBuilder
 
@@ -103,6 +104,22 @@ def test_reductions_are_over_those_who_hold_a_parameter() -> None:
     costs = step_costs(tied_graph(), deployment(), NEAR)
     assert costs.reduce_us == ((NEAR.allreduce_us(400, 2),), (), ())
     assert costs.tied_us == ((NEAR.allreduce_us(1000, 3),),)
+
+
+def test_what_processors_do_for_messages_and_reductions_is_not_on_the_links() -> None:
+    link = msgspec.structs.replace(NEAR, p2p_host_us=0.2 / NEAR.p2p_bytes_per_us, allreduce_host_us=0.001)
+    costs = step_costs(tied_graph(), deployment(), link)
+    assert costs.byte_us == link.p2p_host_us
+    assert (
+        costs.values_us[0, 1] == link.p2p_us(200) == pytest.approx(NEAR.p2p_us(200) - 0.4 * 200 / link.p2p_bytes_per_us)
+    )
+    (own, own_host), (tied, tied_host) = link.reduction_us(400, 2), link.reduction_us(1000, 3)
+    assert (costs.reduce_us[0], costs.tied_us) == ((own,), ((tied,),))
+    assert own + own_host == pytest.approx(NEAR.allreduce_us(400, 2))
+    assert own_host == pytest.approx(0.4)
+    (shared,) = layout_of(tied_graph(), deployment()).tied
+    expected = [(own_host if stage == 0 else 0) + (tied_host if stage in shared else 0) for stage in range(3)]
+    assert costs.after_us == pytest.approx(tuple(expected))
 
 
 def test_far_links_are_for_slots_of_different_nodes() -> None:

@@ -66,6 +66,14 @@ def test_every_action_may_take_the_host_s_time() -> None:
     assert result.busy_us == (100, 100)
 
 
+def test_bytes_of_messages_may_take_the_host_s_time_on_both_sides() -> None:
+    # slot 0: F0 and 3 bytes 0..13, F1 ..26; slot 1: the same bytes and F0 13..26, F1 26..39, B1 and 4 bytes ..63,
+    # B0 ..87; slot 0: these bytes and B1 63..87, B0 87..111.
+    sizes = {"values_bytes": {(0, 1): 3}, "grads_bytes": {(0, 1): 4}}
+    result = simulate(gpipe(PIPELINE), costs(byte_us=1.0, **sizes))
+    assert (result.step_us, result.busy_us) == (111, (74, 74))
+
+
 def test_a_link_carries_one_message_at_a_time() -> None:
     # Messages at 10..35 and 35..60 though the second one is there at 20; slot 1: F0 35..45, F1 60..70, B1 ..90,
     # B0 ..110; slot 0: B1 90..110, B0 ..130.

@@ -48,7 +48,9 @@ def layers() -> TaskGraph:
     return builder.build()
 
 
-def steps(deployment: Deployment, factor: float, *, busy: float = 1.0, rest_us: float = 0.0) -> MeasuredStep:
+def steps(
+    deployment: Deployment, factor: float, *, busy: float = 1.0, rest_us: float = 0.0, threads: float = 0.0
+) -> MeasuredStep:
     """Steps in which all computations take `factor` times as long as planned, and others take the processor."""
     ranks = []
     for slot in range(len(deployment.slots)):
@@ -57,7 +59,7 @@ def steps(deployment: Deployment, factor: float, *, busy: float = 1.0, rest_us: 
             if slot in stage.slots:
                 each = stage.estimate
                 times = [factor * us / each.pieces for us in (each.forward_us, each.backward_us)]
-                own.append(StageTimes(number, each.pieces, *(Typical(busy * us, us) for us in times)))
+                own.append(StageTimes(number, each.pieces, *(Typical(busy * us, us, threads * us) for us in times)))
         computing = sum(s.pieces * (s.forward.median_us + s.backward.median_us) for s in own)
         ranks.append(RankTimes(slot, 20, tuple(own), (), computing + rest_us, 0, 0, 0, 0, 0, 0, 3, rest_us))
     return MeasuredStep(MEASURED_FORMAT, tuple(ranks))
@@ -77,6 +79,8 @@ def test_what_explains_a_step_is_said(two: Deployment) -> None:
     busy = comparison(two, steps(two, 1.5, busy=1.2, rest_us=7000.0))
     assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms, processors that others had" in busy
     assert f"had {0.3 * computing / 1e3:+.1f} ms, waiting and transfers" in busy
+    copied = comparison(two, steps(two, 1.5, busy=1.2, rest_us=7000.0, threads=0.2))
+    assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms, waiting and transfers" in copied
     handled = measured.ranks[0].handled
     assert handled == 2 * two.stages[0].estimate.pieces + 3
     known = msgspec.structs.replace(two, call_us=7000.0 - 40.0 * handled, host_us=40.0)
@@ -89,6 +93,8 @@ def test_what_explains_a_step_is_said(two: Deployment) -> None:
 def test_busy_machines_are_known(two: Deployment) -> None:
     assert not is_busy(steps(two, 3.0, busy=1.2))
     assert is_busy(steps(two, 1.0, busy=1.3))
+    assert not is_busy(steps(two, 1.0, busy=1.3, threads=0.2)), "the rank's own threads copy messages"
+    assert is_busy(steps(two, 1.0, busy=1.6, threads=0.2))
 
 
 def request(task: TaskGraph, profile: Mapping[str, Measured], *wanted: Wanted, **changed: Any) -> Request:

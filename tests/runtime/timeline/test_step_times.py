@@ -13,10 +13,10 @@ def row(number: int, sums: dict[Place, tuple[int, float]], period_us: float = 0.
     made.end_ns = 1000 + round(period_us * 1e3)
     made.sums = {place: [count, round(us * 1e3)] for place, (count, us) in sums.items()}
     made.delays = {
-        (Doing.CALL, -1): 15_000,
-        (Doing.RECEIVE, 0): 9_000,
-        (Doing.FORWARD, 1): 8_000,
-        (Doing.SEND, 0): 2_000,
+        (Doing.CALL, -1): [15_000, 8_000],
+        (Doing.RECEIVE, 0): [9_000, 0],
+        (Doing.FORWARD, 1): [6_000, 2_000],
+        (Doing.SEND, 0): [2_000, 1_000],
     }
     made.host_ns = 1000 * (number + 1)
     return made
@@ -47,7 +47,8 @@ def test_times_of_a_rank() -> None:
     found = rank_times(rows, 3, [1])
     assert found.slot == 3
     assert found.steps == 9
-    assert found.stages == (StageTimes(1, 4, Typical(20.0, 18.0), Typical(40.0, 40.0), Typical(5.0, 5.0)),)
+    assert found.stages == (StageTimes(1, 4, Typical(20.0, 18.0, 0.5), Typical(40.0, 40.0), Typical(5.0, 5.0)),)
+    assert (found.processor_us, found.threads_us) == (4 * 1.5, 4 * 0.5)
     assert found.waits == (EdgeWaits(0, 1, 4, 12.0), EdgeWaits(1, 2, 4, 8.0))
     assert (found.agree_us, found.step_us) == (20.0, 380.0)
     assert (found.send_us, found.settle_us, found.reduce_us, found.drain_us) == (7.0, 1.0, 30.0, 9.0)
