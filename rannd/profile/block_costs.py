@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from rannd import log
 from rannd.graph.model import ModelGraph
-from rannd.graph.partition.cut import Part, extract
+from rannd.graph.partition.cut import Part, extract, shared_early
 from rannd.log import Progress
 from rannd.profile.measure import FEWEST_RUNS, Meet, ProfiledPart, ProfileInputs, finish
 from rannd.profile.points import Measured
@@ -73,10 +73,22 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 _told = msgspec.msgpack.Decoder(list[_Told])
 
 
-def block_part(graph: ModelGraph, ops: Sequence[int], name: str = "Block") -> Part:
-    """Extract a block (op numbers of the task graph) as a module that can run alone."""
+def block_part(graph: ModelGraph, ops: Sequence[int], name: str = "Block", *, given: Set[Node] = frozenset()) -> Part:
+    """Extract a block (op numbers of the task graph) as a module that can run alone.
+
+    `given`: what comes in as an input though the block could compute it, see `given_in_stages`.
+    """
     nodes: list[Node] = list(graph.nodes.values())
-    return extract(graph.traced, graph.placement, {nodes[op] for op in ops}, name)
+    return extract(graph.traced, graph.placement, {nodes[op] for op in ops}, name, given=given)
+
+
+def given_in_stages(graph: ModelGraph, parts: Iterable[Sequence[int]]) -> Set[Node]:
+    """Return what each of several parts (op numbers) would compute from arguments alone, such as masks.
+
+    A stage computes it once, for all of its parts: it is no cost of any of them.
+    """
+    nodes: list[Node] = list(graph.nodes.values())
+    return shared_early(graph.placement, [{nodes[op] for op in ops} for ops in parts])
 
 
 def measure_alone(part: Part, sample: ProfileInputs, rows: Sequence[int], crossing: Sequence[str] = ()) -> Measured:

@@ -49,7 +49,8 @@ def _plausible(cost: LinkCost) -> None:
     assert cost.allreduce_latency_us >= 0
     assert 0 < cost.p2p_bytes_per_us < 1e9
     assert 0 < cost.allreduce_bytes_per_us < 1e9
-    assert cost.p2p_us(2 * LARGE) > cost.p2p_us(LARGE) > 0
+    longer, shorter = (cost.p2p_us(nbytes) + 2 * nbytes * cost.p2p_host_us for nbytes in (2 * LARGE, LARGE))
+    assert longer > shorter > 0
     assert cost.allreduce_us(LARGE, 4) > cost.allreduce_us(LARGE, 2) > 0
     assert cost.p2p_us(0) == cost.allreduce_us(LARGE, 1) == 0
 

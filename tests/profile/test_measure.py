@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.fx import Node
 
 from rannd import log
 from rannd.device import caches, timing
@@ -31,7 +32,16 @@ from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part, extract
 from rannd.profile import block_costs
 from rannd.profile import measure as measuring
-from rannd.profile.block_costs import ALONE, FEWEST_TURNS, MOST_TURNS, Ranks, block_part, measure_alone, measure_missing
+from rannd.profile.block_costs import (
+    ALONE,
+    FEWEST_TURNS,
+    MOST_TURNS,
+    Ranks,
+    block_part,
+    given_in_stages,
+    measure_alone,
+    measure_missing,
+)
 from rannd.profile.costs import BlockCost
 from rannd.profile.measure import ProfiledPart, ProfileInputs, finish
 from rannd.profile.points import Measured, is_plausible
@@ -177,6 +187,43 @@ def test_what_autograd_keeps_of_a_border_is_told() -> None:
     names = [values[value].name for value in border]
     part = block_part(graph, ops)
     assert measure_alone(part, sample, (4,), names).kept == (0, 1), "the linear's input, and what tanh makes"
+
+
+class Masked(nn.Module):
+    """Layers that read one mask, which is computed from an argument alone; the last one reads shifted labels, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        mask = (ids.cumsum(1) % 3 == 0).logical_not().float()
+        for layer in self.layers:
+            x = layer(x) * mask
+        return (x - ids.roll(1, 1).float()).square().mean()
+
+
+def test_what_a_stage_computes_once_for_all_its_parts_is_not_measured_with_each() -> None:
+    graph, sample = graph_of(Masked(), torch.rand(4, 8), torch.randint(9, (4, 8)))
+    ops = graph.task.ops
+    given = given_in_stages(graph, [[number] for number in range(len(ops))])
+    assert {node.target.name() for node in given} <= {
+        "aten::cumsum", "aten::remainder.Scalar", "aten::eq.Scalar", "aten::logical_not", "aten::to.dtype"
+    }  # fmt: skip
+
+    def runs(number: int, given: Set[Node]) -> str:
+        part = block_part(graph, [number], given=given)
+        assert measure_alone(part, sample, (4,)).points[0].rows == 4
+        code: str = part.module.code
+        return code
+
+    masked = [number for number in range(len(ops)) if "cumsum" in runs(number, frozenset())]
+    assert [ops[number].target for number in masked] == ["aten::mul.Tensor"] * 3
+    assert not any("cumsum" in runs(number, given) for number in masked)
+    (only,) = [number for number in range(len(ops)) if "roll" in runs(number, given)]
+    assert ops[only].target == "aten::sub.Tensor", "no other part would compute the labels"
+    alone = given_in_stages(graph, [[*range(len(ops))]])
+    assert not alone, "a single part computes everything itself"
 
 
 def test_frozen_models_have_no_backward() -> None:

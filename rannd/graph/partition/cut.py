@@ -8,7 +8,7 @@ stage hands over to the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +119,7 @@ def extract_segments(
     recompute compute it themselves, so that they keep nothing but what the plan counts.
     """
     needs = [set() if again else _needed(placement, members) - members for _, members, again in segments]
-    often = Counter(node for need in needs for node in need)
-    shared = {node for node, count in often.items() if count > 1 and node in placement.early and is_plain_tensor(node)}
+    shared = shared_early(placement, [members for _, members, again in segments if not again])
     parts: list[Part] = []
     asked: set[Node] = set()
     for number, (name, members, _) in reversed(list(enumerate(segments))):
@@ -132,6 +131,12 @@ def extract_segments(
         asked = asked.difference(part.outputs) | given.intersection(part.inputs)
         parts.append(part)
     return parts[::-1]
+
+
+def shared_early(placement: Placement, sets: Iterable[Set[Node]]) -> set[Node]:
+    """Return what several of these sets of placed nodes read of what is computed from arguments alone (masks)."""
+    often = Counter(node for members in sets for node in _needed(placement, members) - members)
+    return {node for node, count in often.items() if count > 1 and node in placement.early and is_plain_tensor(node)}
 
 
 def _size(node: Node) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import msgspec
 import torch
+from torch.fx import Node
 
 from rannd import log
 from rannd.daemon.common.keys import Component, Key, learned_key, link_key, profile_key, runtime_key
@@ -21,7 +22,7 @@ from rannd.graph.partition.block_hash import crossing
 from rannd.graph.partition.cut import Part
 from rannd.graph.tracing.leaf_recorder import preserved
 from rannd.plan.blocks.blocks import Block
-from rannd.profile.block_costs import Ranks, block_part, measure_missing
+from rannd.profile.block_costs import Ranks, block_part, given_in_stages, measure_missing
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import GraphProfile
 from rannd.profile.links import copy_speed, measure_links
@@ -186,11 +187,13 @@ class Measuring:
         missing = {each: rows for each, rows in missing.items() if rows}
         log.get("GraphProfiler").debug("%d of %d different parts have to be measured", len(missing), len(wanted))
         values, sample = self._graph.task.values, self._sample()
+        # Compiled blocks compute all that they read.
+        shared: Set[Node] = frozenset() if self._compiled else given_in_stages(self._graph, self.parts.measured)
 
         def part_of(each: str) -> tuple[Part, list[str]]:
             ops = wanted[each][0]
             names = [values[value].name for value in crossing(self._graph.task, [ops])[0]]
-            part = block_part(self._graph, ops, f"Block{ops[0]}")
+            part = block_part(self._graph, ops, f"Block{ops[0]}", given=shared)
             if self._compiled is not None:  # before the clock runs
                 self._compiled.prepare(part, missing[each], sample)
             return part, names
