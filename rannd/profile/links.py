@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from rannd.device import timing
+from rannd.device import caches, timing
 from rannd.device.identity import is_accelerator
 from rannd.profile.costs import LinkCost
 from rannd.profile.samples import typical
@@ -34,7 +35,9 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     messages, buckets = sizes_up_to(_largest(device)), sizes_up_to(BUCKET)
-    buffers = {nbytes: torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for nbytes in {*messages, *buckets}}
+    buffers = {
+        nbytes: torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for nbytes in {*messages, *buckets, 4}
+    }
     gradients = {nbytes: torch.zeros_like(buffers[nbytes]) for nbytes in buckets}
     through_host = is_accelerator(device) and dist.get_backend(group) == "gloo"  # which cannot read a device's memory
 
@@ -63,15 +66,24 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
         gradients[nbytes].copy_(buffers[nbytes])
 
     jobs = [*((bounce, nbytes) for nbytes in messages), *((reduce, nbytes) for nbytes in buckets)]
+
+    def ready(action: Callable[[int], None], nbytes: int) -> None:
+        """Bring caches into the state in which they are in a step: what is sent has just been computed. Then meet."""
+        if not is_accelerator(device):
+            caches.evict(device)
+            (buffers if action is bounce else gradients)[nbytes].add_(1.0)
+            bounce(4) if action is bounce else dist.barrier(group=group)
+
     times = torch.zeros(len(jobs) + 2, dtype=torch.float64, device=device)
     for place, (action, nbytes) in enumerate(jobs):
         dist.barrier(group=group)
-        times[place] = _time(action, nbytes, device)
+        times[place] = _time(action, nbytes, device, ready)
     for place, (action, sizes) in enumerate(((bounce, messages), (reduce, buckets)), start=len(jobs)):
         dist.barrier(group=group)
         if not is_accelerator(device) and timing.has_one_processor():
-            times[place] = _processor_us(action, sizes[0], sizes[-1])
+            times[place] = _processor_us(action, sizes[0], sizes[-1], ready)
     timing.release()
+    caches.release()
     if rank != pair[0]:
         times.zero_()
     dist.all_reduce(times, group=group)  # all ranks use the times of the pair's first rank
@@ -90,12 +102,16 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
     )
 
 
-def _processor_us(action: Callable[[int], None], small: int, large: int) -> float:
+_Action: TypeAlias = Callable[[int], None]
+
+
+def _processor_us(action: _Action, small: int, large: int, ready: Callable[[_Action, int], None]) -> float:
     """Return what a byte takes of the processor of this process, in microseconds."""
     took = []
     for nbytes in (small, large):
         each = []
         for _ in range(REPEATS):
+            ready(action, nbytes)
             start = time.process_time_ns()
             action(nbytes)
             each.append(time.process_time_ns() - start)
@@ -112,7 +128,7 @@ def copy_speed(device: torch.device) -> LinkCost:
     def copy(nbytes: int) -> None:
         target[:nbytes].copy_(source[:nbytes])
 
-    latency, bandwidth = fit(sizes, [_time(copy, nbytes, device) for nbytes in sizes])
+    latency, bandwidth = fit(sizes, [_time(copy, nbytes, device, lambda *_: None) for nbytes in sizes])
     timing.release()
     return LinkCost(latency, bandwidth, latency, bandwidth)
 
@@ -145,10 +161,11 @@ def _largest(device: torch.device) -> int:
     return LARGE * FASTER if is_accelerator(device) else LARGE
 
 
-def _time(action: Callable[[int], None], nbytes: int, device: torch.device) -> float:
-    """Return the typical time of several runs, in microseconds."""
+def _time(action: _Action, nbytes: int, device: torch.device, ready: Callable[[_Action, int], None]) -> float:
+    """Return the typical time of several runs, in microseconds; `ready` is called before each."""
 
     def run(stamp: timing.Stamp) -> None:
+        ready(action, nbytes)
         stamp()
         action(nbytes)
         stamp()
