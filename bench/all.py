@@ -51,7 +51,7 @@ class Run:
 
 _GPT = "--layers 1 --width 64 --words 512 --length 32 --rows 2"
 RUNS = (
-    Run("planner", "Planner", "planner.py", "", "times blocks regret --repeats 1"),
+    Run("planner", "Planner", "planner.py", "", "times blocks regret moved --repeats 1"),
     Run("value", "Value of plans", "planner.py", "value", "value --models 2"),
     Run("subgraphs", "Measurements before the first plan", "planner.py", "subgraphs", "subgraphs"),
     Run("simulator", "Simulator", "simulator.py"),

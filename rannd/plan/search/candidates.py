@@ -111,6 +111,25 @@ def alike(tables: Sequence[StageTables], plan: Candidate) -> Iterator[Candidate]
                 yield candidate(choice, tables)
 
 
+def relieved(plan: Candidate, stage: int) -> Iterator[Candidate]:
+    """Yield `plan` with as little as possible of a stage in the stage before it, and in the one after it, if it fits.
+
+    `stage`: its number.
+    """
+    table, starts = plan.table, plan.choice.starts
+    borders = (*starts, table.blocks)
+    start, end = borders[stage : stage + 2]
+    for cut, places in ((stage, range(start + 1, end)), (stage + 1, range(end - 1, start, -1))):
+        if not 0 < cut < len(starts):
+            continue
+        before, behind = borders[cut - 1], borders[cut + 1]
+        place = next((each for each in places if table.allowed[before, each] and table.allowed[each, behind]), None)
+        if place is not None:
+            choice = e_of(table, (*starts[:cut], place, *starts[cut + 1 :]), plan.choice.replicas)
+            if choice is not None:
+                yield Candidate(choice, table)
+
+
 def candidates(
     make: MakeTables, allowed: Counts, world: int, limit: float, sizes: Sequence[int], stages: int
 ) -> Iterator[Candidate | EvenSplit]:

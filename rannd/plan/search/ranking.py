@@ -14,7 +14,7 @@ from rannd.plan.deployment import Alternative, Deployment
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, preference_us
 from rannd.plan.schedule.schedules import DELAYING
-from rannd.plan.search.candidates import Candidate, EvenSplit
+from rannd.plan.search.candidates import Candidate, EvenSplit, relieved
 from rannd.plan.simulate.layout import layout_and_costs, loss_layout
 from rannd.plan.simulate.least_time import least_us
 from rannd.plan.simulate.simulator import predict
@@ -27,6 +27,8 @@ MOST_PLAYED = 32
 FEWEST_PLAYED = 4
 MOST_WORK = 50_000
 """Maximum of microbatches times stages that are simulated in total, beyond the first few plans: a second or two."""
+MOST_MOVING = 5_000
+"""Maximum of microbatches times stages that are simulated of plans with moved cuts."""
 MOST_ALIKE = 4
 """Maximum number of these, the fastest, that are simulated under other schedules, too."""
 MOST_TOLD = 8
@@ -128,6 +130,7 @@ def rank(
     compared = _Compared(make, graph, costs, options)
     for plan in _considered(plans):
         compared.add(plan)
+    compared.move_cuts()
     alike = compared.delayed(others)
     over = [plan for plan in plans if isinstance(plan, Candidate) and plan.over_bytes]
     over.sort(key=lambda plan: plan.over_bytes)
@@ -158,7 +161,9 @@ class _Compared:
         self._least: dict[int, float] = {}
         """Lower bounds of what plans take if they delay gradients of parameters, by their places in `played`."""
         self._below = math.inf
-        """Preference of the best one."""
+        """Preference of the best one,"""
+        self._best: Candidate | None = None
+        """and that."""
 
     def add(self, plan: Candidate) -> None:
         """Simulate a plan, if it may be better than all before."""
@@ -171,8 +176,27 @@ class _Compared:
         if _preference(found) < self._below:
             found = Simulated(given.step_us(), plan, busy_us=busy_us)
         if _preference(found) < self._below:
-            self._below, self.deployment = _preference(found), given.deployment
+            self._below, self._best, self.deployment = _preference(found), plan, given.deployment
         self.played.append(found)
+
+    def move_cuts(self) -> None:
+        """Move the cuts of the best plan that are at its slowest stage, one place each, as long as it gets better.
+
+        To E a stage that is the slowest costs the same wherever it is. But the first one hides what others fill.
+        """
+        work, tried = MOST_MOVING, {each.plan.of for each in self.played}
+        while (best := self._best) is not None:
+            each = [stage.estimate for stage in self.deployment.stages]
+            slowest = max(range(len(each)), key=lambda number: each[number].forward_us + each[number].backward_us)
+            for other in relieved(best, slowest):
+                if other.of not in tried:
+                    work -= _work(other.choice.variant, other.choice.replicas)
+                    if work < 0:
+                        return
+                    tried.add(other.of)
+                    self.add(other)
+            if self._best is best:
+                return
 
     def delayed(self, others: Callable[[Candidate], Iterable[Candidate]]) -> list[Simulated]:
         """Sort the plans, compare the best with the same ones under other schedules, and return these.
