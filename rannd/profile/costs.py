@@ -57,7 +57,7 @@ class LinkCost(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of the reduced buffer per microsecond for two ranks; with n ranks each moves 2(n-1)/n times the buffer."""
     p2p_host_us: HostTime = 0.0
     """What a byte of a message takes of the sender's processor, and as much of the receiver's, while they compute
-    nothing: part of the time that it takes. 0 where other processors copy messages."""
+    nothing: part of the time that it takes, in which both may copy at once. 0 where other processors do."""
     allreduce_host_us: HostTime = 0.0
     """Likewise of each rank's processor for a byte of the reduced buffer, for two ranks; part of its time."""
 
