@@ -85,6 +85,8 @@ class RankTimes(msgspec.Struct, frozen=True):
     host_us: float = 0.0
     """What its host does in a step beside computing and waiting: sending, and the runtime's own. Without waiting for a
     processor."""
+    threads_us: float = 0.0
+    """Time of a step in which other threads of the rank had the processor that its computations waited for."""
 
     @property
     def handled(self) -> int:
@@ -106,9 +108,15 @@ class RankTimes(msgspec.Struct, frozen=True):
         return sum(pieces * max(one.median_us - one.own_us - one.threads_us, 0.0) for pieces, one in self._parts())
 
     @property
-    def threads_us(self) -> float:
+    def beside_us(self) -> float:
         """Time of that in which other threads of the rank had its processor."""
         return sum(pieces * one.threads_us for pieces, one in self._parts())
+
+    @property
+    def runtime_us(self) -> float:
+        """What the runtime took of the rank's processor: its own, and threads for messages. What these took while
+        replicas reduced gradients is not known apart, and plans count that for each byte: then without threads."""
+        return self.host_us + (0.0 if self.reduce_us else self.threads_us)
 
     def _parts(self) -> Iterator[tuple[int, Typical]]:
         return ((each.pieces, one) for each in self.stages for one in (each.forward, each.backward, each.weight))

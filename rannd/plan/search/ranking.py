@@ -29,6 +29,8 @@ MOST_WORK = 50_000
 """Maximum of microbatches times stages that are simulated in total, beyond the first few plans: a second or two."""
 MOST_MOVING = 5_000
 """Maximum of microbatches times stages that are simulated of plans with moved cuts."""
+MOVED_GAIN = 0.01
+"""Part of a step that a moved cut has to save: with equal stages a plan is better if costs are others."""
 MOST_ALIKE = 4
 """Maximum number of these, the fastest, that are simulated under other schedules, too."""
 MOST_TOLD = 8
@@ -165,18 +167,23 @@ class _Compared:
         self._best: Candidate | None = None
         """and that."""
 
-    def add(self, plan: Candidate) -> None:
-        """Simulate a plan, if it may be better than all before."""
-        given = self._given(plan)
-        if len(plan.choice.replicas) > 1:
-            self._least[len(self.played)] = given.least_us(delays=True)
+    def add(self, plan: Candidate, *, gain: float = 0.0) -> None:
+        """Simulate a plan, if it may be better than all before.
+
+        `gain`: the part of the best one's step that it has to save; otherwise it is not noted.
+        """
+        given, below = self._given(plan), (1 - gain) * self._below
         delays = plan.choice.variant.schedule in DELAYING
         busy_us = busiest_us(given.deployment)
         found = Simulated(given.least_us(delays=delays), plan, at_least=True, busy_us=busy_us)
-        if _preference(found) < self._below:
+        if _preference(found) < below:
             found = Simulated(given.step_us(), plan, busy_us=busy_us)
-        if _preference(found) < self._below:
+        if _preference(found) < below:
             self._below, self._best, self.deployment = _preference(found), plan, given.deployment
+        elif gain:
+            return
+        if len(plan.choice.replicas) > 1:
+            self._least[len(self.played)] = given.least_us(delays=True)
         self.played.append(found)
 
     def move_cuts(self) -> None:
@@ -194,7 +201,7 @@ class _Compared:
                     if work < 0:
                         return
                     tried.add(other.of)
-                    self.add(other)
+                    self.add(other, gain=MOVED_GAIN)
             if self._best is best:
                 return
 

@@ -44,7 +44,7 @@ _MOST_HANDLED, _MOST_BYTES = 1 << 30, 1 << 50
 
 
 class HostTook(msgspec.Struct, frozen=True, array_like=True):
-    """What a step took of a rank's host, in microseconds (`RankTimes.host_us`)."""
+    """What a step took of a rank's host, in microseconds (`RankTimes.runtime_us`)."""
 
     graph: str
     """First digits of the graph's hash."""
@@ -78,7 +78,7 @@ class LearnedRuntime(msgspec.Struct, frozen=True):
         """
         found: dict[tuple[str, int], HostTook] = {}
         for rank in measured.ranks:
-            each = HostTook(_short(graph_hash), rank.handled, rank.host_us)
+            each = HostTook(_short(graph_hash), rank.handled, rank.runtime_us)
             there = found.get((each.graph, each.handled))
             if each.us > 0 and (there is None or each.us < there.us):
                 found[each.graph, each.handled] = each

@@ -183,8 +183,8 @@ def comparison(deployment: Deployment, measured: MeasuredStep) -> str:
     slowest = max(measured.ranks, key=lambda rank: rank.step_us)
     whole = measured.step_us - deployment.step_us
     others = slowest.processor_us
-    computing = slowest.computing_us - others - slowest.threads_us - planned_computing_us(deployment, slowest.slot)
-    runtime = slowest.host_us - planned_host_us(deployment, slowest)
+    computing = slowest.computing_us - others - slowest.beside_us - planned_computing_us(deployment, slowest.slot)
+    runtime = slowest.runtime_us - planned_host_us(deployment, slowest)
     told = f"processors that others had {others / 1e3:+.1f} ms, " if others > TOLD * measured.step_us else ""
     return (
         f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {deployment.step_us / 1e3:.1f} ms "
@@ -200,7 +200,7 @@ def planned_host_us(deployment: Deployment, rank: RankTimes) -> float:
 
 def runtime_is_off(deployment: Deployment, measured: MeasuredStep) -> bool:
     """Whether the runtime took something else than planned, so that another plan may be the fastest."""
-    off = max(abs(rank.host_us - planned_host_us(deployment, rank)) for rank in measured.ranks)
+    off = max(abs(rank.runtime_us - planned_host_us(deployment, rank)) for rank in measured.ranks)
     return off > FASTER * measured.step_us
 
 

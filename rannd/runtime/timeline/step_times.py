@@ -46,6 +46,7 @@ def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> Ran
         ),
         sends=int(sends),
         host_us=_middle([row.host_ns / 1e3 for row in rows]),
+        threads_us=_middle([row.delays.get((Doing.CALL, -1), (0, 0))[1] / 1e3 for row in rows]),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from rannd.plan.measured_step import EdgeWaits, StageTimes, Typical
 from rannd.runtime.timeline.recorder import Doing, Place, StepRow
 from rannd.runtime.timeline.step_times import rank_times
@@ -48,14 +50,15 @@ def test_times_of_a_rank() -> None:
     assert found.slot == 3
     assert found.steps == 9
     assert found.stages == (StageTimes(1, 4, Typical(20.0, 18.0, 0.5), Typical(40.0, 40.0), Typical(5.0, 5.0)),)
-    assert (found.processor_us, found.threads_us) == (4 * 1.5, 4 * 0.5)
+    assert (found.processor_us, found.beside_us, found.threads_us) == (4 * 1.5, 4 * 0.5, 8.0)
     assert found.waits == (EdgeWaits(0, 1, 4, 12.0), EdgeWaits(1, 2, 4, 8.0))
     assert (found.agree_us, found.step_us) == (20.0, 380.0)
     assert (found.send_us, found.settle_us, found.reduce_us, found.drain_us) == (7.0, 1.0, 30.0, 9.0)
     assert found.between_us == 50.0
     assert found.computing_us == 260.0
     assert (found.sends, found.handled) == (8, 12 + 8 + 8)
-    assert found.host_us == 5.0
+    assert (found.host_us, found.runtime_us) == (5.0, 5.0), "gradients are reduced"
+    assert msgspec.structs.replace(found, reduce_us=0.0).runtime_us == 13.0
     assert found.rest_us == 380.0 - 260.0 - 20.0 - 7.0 - 1.0 - 9.0
 
 
