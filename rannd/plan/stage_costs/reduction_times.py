@@ -15,7 +15,7 @@ from rannd.profile.costs import LinkCost
 _What = Literal["gradients", "last bucket", "parameters", "host"]
 
 
-class Reduction(NamedTuple):
+class ReductionTimes(NamedTuple):
     """Times to reduce gradients of stages: tables of one shape."""
 
     whole: Table
@@ -44,24 +44,24 @@ class Reductions:
         }
         self._links = [machine.between, machine.link] if machine.several else [machine.link]
         self._known: dict[tuple[_What, int, int, bytes], Table] = {}
-        self._least: dict[bytes, tuple[Reduction, Table]] = {}
+        self._least: dict[bytes, tuple[ReductionTimes, Table]] = {}
         whole, host = reduction_us(self._links[0], shared, machine.world)
-        self._shared = Reduction(
+        self._shared = ReductionTimes(
             whole, reduction_us(self._links[0], np.minimum(shared, BUCKET), machine.world)[0], host
         )
 
-    def of(self, end: int, replicas: Counts, inside: Mask | None, zero: int) -> Reduction:
+    def of(self, end: int, replicas: Counts, inside: Mask | None, zero: int) -> ReductionTimes:
         """Return times of the reduction for stages that end at `end`: ``[start, number of replicas]``.
 
         `inside`: whether the replicas are on one node, by their number; None: they count as on different nodes if there
         are several. With ZeRO 2 and 3 own gradients are only reduce-scattered, half of an all-reduce.
         """
-        own = Reduction(
+        own = ReductionTimes(
             self._at("gradients", end, replicas, inside),
             self._at("last bucket", end, replicas, inside),
             self._at("host", end, replicas, inside),
         )
-        return _together(own, Reduction(*(each[:end, end, None] for each in self._shared)), zero)
+        return _together(own, ReductionTimes(*(each[:end, end, None] for each in self._shared)), zero)
 
     def gather(self, end: int, replicas: Counts, inside: Mask | None) -> Table:
         """Return the time to gather own parameters, or to scatter their gradients: half of an all-reduce."""
@@ -79,7 +79,7 @@ class Reductions:
             self._known[key] = _time(what, self._links[link], self._bytes[what][:end, end, None], replicas)
         return self._known[key]
 
-    def least(self, replicas: Counts, zero: int) -> tuple[Reduction, Table]:
+    def least(self, replicas: Counts, zero: int) -> tuple[ReductionTimes, Table]:
         """Return lower bounds of reduction and gathering for any placement: ``[stage, number of replicas]``, for all
         stages (`Intervals.runs`). None falls with the number of replicas."""
         key = replicas.tobytes()
@@ -89,9 +89,11 @@ class Reductions:
                 np.minimum.reduce([_time(what, link, size, replicas) for link in self._links])
                 for what, size in sizes.items()
             )
-            self._least[key] = Reduction(own, bucket, host), values * 0.5
+            self._least[key] = ReductionTimes(own, bucket, host), values * 0.5
         least, values = self._least[key]
-        return _together(least, Reduction(*(of_runs(each, self._runs)[:, None] for each in self._shared)), zero), values
+        return _together(
+            least, ReductionTimes(*(of_runs(each, self._runs)[:, None] for each in self._shared)), zero
+        ), values
 
 
 def _time(what: _What, link: LinkCost, nbytes: Table, replicas: Counts) -> Table:
@@ -100,9 +102,9 @@ def _time(what: _What, link: LinkCost, nbytes: Table, replicas: Counts) -> Table
     return reduction_us(link, nbytes, replicas)[what == "host"]
 
 
-def _together(own: Reduction, shared: Reduction, zero: int) -> Reduction:
+def _together(own: ReductionTimes, shared: ReductionTimes, zero: int) -> ReductionTimes:
     """Return the reduction of a stage's own gradients, of which `zero` may reduce a part, and of those it shares."""
     part = reduced_part(zero)
     if part < 1:
-        own = Reduction(*(each * part for each in own))
-    return Reduction(own.whole + shared.whole, np.maximum(own.tail, shared.tail), own.host + shared.host)
+        own = ReductionTimes(*(each * part for each in own))
+    return ReductionTimes(own.whole + shared.whole, np.maximum(own.tail, shared.tail), own.host + shared.host)
