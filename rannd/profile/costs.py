@@ -59,7 +59,7 @@ class LinkCost(msgspec.Struct, frozen=True, array_like=True):
     """What a byte of a message takes of the sender's processor, and as much of the receiver's, while they compute
     nothing: part of the time that it takes, in which both may copy at once. 0 where other processors do."""
     allreduce_host_us: HostTime = 0.0
-    """Likewise of each rank's processor for a byte of the reduced buffer, for two ranks; part of its time."""
+    """Likewise of each rank's processor for a byte of the reduced buffer, for two ranks: all of its time, or 0."""
 
     def p2p_us(self, nbytes: float) -> float:
         """Time of `nbytes` on their way from one rank to another, beside what the processors of both do for them."""

@@ -78,16 +78,15 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
     for place, (action, nbytes) in enumerate(jobs):
         dist.barrier(group=group)
         times[place] = _time(action, nbytes, device, ready)
-    for place, (action, sizes) in enumerate(((bounce, messages), (reduce, buckets)), start=len(jobs)):
-        dist.barrier(group=group)
-        if not is_accelerator(device) and timing.has_one_processor():
-            times[place] = _processor_us(action, sizes[0], sizes[-1], ready)
+    dist.barrier(group=group)
+    if not is_accelerator(device) and timing.has_one_processor():
+        times[-2], times[-1] = 1.0, _processor_us(bounce, messages[0], messages[-1], ready)
     timing.release()
     caches.release()
     if rank != pair[0]:
         times.zero_()
     dist.all_reduce(times, group=group)  # all ranks use the times of the pair's first rank
-    sent, reduced, (bounced, summed) = (each.tolist() for each in times.split([len(messages), len(buckets), 2]))
+    sent, reduced, (alone, bounced) = (each.tolist() for each in times.split([len(messages), len(buckets), 2]))
     # A bounce is two messages; in an all-reduce of 2(n-1) steps each of n ranks moves 2(n-1)/n times the buffer.
     latency, bandwidth = fit(messages, [us / 2 for us in sent])
     steps = 2.0 * (size - 1)
@@ -98,7 +97,8 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
         reduce_latency * 2 / steps,
         reduce_bandwidth * steps / size,
         min(bounced / 2, 1 / bandwidth),  # both sides copy at the same time
-        min(summed, 1 / reduce_bandwidth) * size / steps,
+        # A reduction has many steps, in each of which ranks that compute as well wait for each other's processor.
+        alone * size / steps / reduce_bandwidth,
     )
 
 
