@@ -97,9 +97,9 @@ class Reductions:
 
 
 def _time(what: _What, link: LinkCost, nbytes: Table, replicas: Counts) -> Table:
-    if what == "parameters":
-        return allreduce_us(link, nbytes, replicas)
-    return reduction_us(link, nbytes, replicas)[what == "host"]
+    if link.allreduce_host_us and what != "parameters":
+        return reduction_us(link, nbytes, replicas)[what == "host"]
+    return np.zeros((*nbytes.shape[:-1], len(replicas))) if what == "host" else allreduce_us(link, nbytes, replicas)
 
 
 def _together(own: ReductionTimes, shared: ReductionTimes, zero: int) -> ReductionTimes:
