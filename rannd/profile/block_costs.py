@@ -6,7 +6,8 @@ all parts are spread over time, and what varies much gets more turns, as far as 
     look at each part    bytes kept, row counts that fit, about how long it takes
     2 turns              each part, beside each other rank; few runs of long parts, more of short ones
     a third one          parts whose first two differ by what matters for the sum over all parts
-    more turns           of these, parts that vary, for as long as the first ones took
+    more turns           of these, parts that vary, and those whose turns took less than 2 s; for half as long as the
+                         first ones took, or a second
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
+import torch
 from torch.fx import Node
 
 from rannd import log
@@ -85,10 +87,12 @@ def block_part(graph: ModelGraph, ops: Sequence[int], name: str = "Block", *, gi
 def given_in_stages(graph: ModelGraph, parts: Iterable[Sequence[int]]) -> Set[Node]:
     """Return what each of several parts (op numbers) would compute from arguments alone, such as masks.
 
-    A stage computes it once, for all of its parts: it is no cost of any of them.
+    A stage computes it once, for all of its parts: it is no cost of any of them. Without integers, which parts compute
+    from the arguments: synthetic ones may be no indices, lengths or divisors.
     """
     nodes: list[Node] = list(graph.nodes.values())
-    return shared_early(graph.placement, [{nodes[op] for op in ops} for ops in parts])
+    shared = shared_early(graph.placement, [{nodes[op] for op in ops} for ops in parts])
+    return {node for node in shared if (dtype := node.meta["val"].dtype).is_floating_point or dtype == torch.bool}
 
 
 def measure_alone(part: Part, sample: ProfileInputs, rows: Sequence[int], crossing: Sequence[str] = ()) -> Measured:

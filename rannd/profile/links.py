@@ -74,19 +74,20 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
             (buffers if action is bounce else gradients)[nbytes].add_(1.0)
             bounce(4) if action is bounce else dist.barrier(group=group)
 
-    times = torch.zeros(len(jobs) + 2, dtype=torch.float64, device=device)
+    times = torch.zeros(len(jobs) + 1, dtype=torch.float64, device=device)
     for place, (action, nbytes) in enumerate(jobs):
         dist.barrier(group=group)
         times[place] = _time(action, nbytes, device, ready)
-    dist.barrier(group=group)
-    if not is_accelerator(device) and timing.has_one_processor():
-        times[-2], times[-1] = 1.0, _processor_us(bounce, messages[0], messages[-1], ready)
+    alone = torch.tensor(float(not is_accelerator(device) and timing.has_one_processor()), device=device)
+    dist.all_reduce(alone, dist.ReduceOp.MIN, group=group)  # those of a pair measure it together
+    if alone.item():
+        times[-1] = _processor_us(bounce, messages[0], messages[-1], ready)
     timing.release()
     caches.release()
     if rank != pair[0]:
         times.zero_()
     dist.all_reduce(times, group=group)  # all ranks use the times of the pair's first rank
-    sent, reduced, (alone, bounced) = (each.tolist() for each in times.split([len(messages), len(buckets), 2]))
+    sent, reduced, (bounced,) = (each.tolist() for each in times.split([len(messages), len(buckets), 1]))
     # A bounce is two messages; in an all-reduce of 2(n-1) steps each of n ranks moves 2(n-1)/n times the buffer.
     latency, bandwidth = fit(messages, [us / 2 for us in sent])
     steps = 2.0 * (size - 1)
@@ -98,7 +99,7 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
         reduce_bandwidth * steps / size,
         min(bounced / 2, 1 / bandwidth),  # both sides copy at the same time
         # A reduction has many steps, in each of which ranks that compute as well wait for each other's processor.
-        alone * size / steps / reduce_bandwidth,
+        alone.item() * size / steps / reduce_bandwidth,
     )
 
 

@@ -33,6 +33,12 @@ def _on_one_processor(rank: int, folder: str) -> None:
     _rank(rank, folder)
 
 
+def _one_of_them_on_one_processor(rank: int, folder: str) -> None:
+    if rank == 0:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    _rank(rank, folder)
+
+
 def _rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
@@ -63,7 +69,7 @@ def _cost(run: Callable[[int, str], None], folder: Path) -> LinkCost:
     return costs[0]
 
 
-@pytest.mark.parametrize("run", [_rank, _through_the_host])
+@pytest.mark.parametrize("run", [_rank, _through_the_host, _one_of_them_on_one_processor])
 def test_two_ranks_find_the_same(run: Callable[[int, str], None], tmp_path: Path) -> None:
     cost = _cost(run, tmp_path)
     several = run is _through_the_host or len(os.sched_getaffinity(0)) > 1

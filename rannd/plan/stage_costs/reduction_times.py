@@ -85,11 +85,12 @@ class Reductions:
         key = replicas.tobytes()
         if key not in self._least:
             sizes = {what: of_runs(size, self._runs)[:, None] for what, size in self._bytes.items()}
-            own, bucket, values, host = (
-                np.minimum.reduce([_time(what, link, size, replicas) for link in self._links])
+            found = {
+                what: np.minimum.reduce([_time(what, link, size, replicas) for link in self._links])
                 for what, size in sizes.items()
-            )
-            self._least[key] = ReductionTimes(own, bucket, host), values * 0.5
+            }
+            own = ReductionTimes(found["gradients"], found["last bucket"], found["host"])
+            self._least[key] = own, found["parameters"] * 0.5
         least, values = self._least[key]
         return _together(
             least, ReductionTimes(*(of_runs(each, self._runs)[:, None] for each in self._shared)), zero
