@@ -114,9 +114,10 @@ class _Least:
             ends = [max(free[stage] for stage in stages) + whole]
             for stage in stages:
                 # Buckets become complete in the course of the last backward. How long that takes is known without the
-                # host, which handles some messages that are not counted here.
+                # host, which handles some messages that are not counted here. (Bytes of messages are counted nowhere
+                # here: those that make a backward longer make it end as much later.)
                 us = self.backward[stage] + self.weight[stage]
-                counted = buckets if not costs.host_us and not costs.byte_us else buckets[-1:]
+                counted = buckets if not costs.host_us else buckets[-1:]
                 left = sum(counted)
                 for bucket in counted:
                     ends.append(stops[stage] - us * (left - bucket) / whole + left)
