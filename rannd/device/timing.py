@@ -269,7 +269,7 @@ class HostClock:
                     waited = known.schedstat.delayed_us(), _other_threads_us()
                     if known.waited is not None:
                         ready_us, threads_us = (now - then for now, then in zip(waited, known.waited, strict=True))
-                        threads_us = min(max(threads_us, 0.0), ready_us)
+                        threads_us = min(max(threads_us, 0.0), ready_us) if has_one_processor() else 0.0
                         known.threads_us += threads_us
                         known.delayed_us += ready_us - threads_us
                     known.waited = waited
@@ -299,8 +299,8 @@ def has_one_processor() -> bool:
 
 
 def _other_threads_us() -> float:
-    """Return the microseconds that other threads of this process have had its processor; 0 if it has several."""
-    return (time.process_time_ns() - time.thread_time_ns()) / 1e3 if has_one_processor() else 0.0
+    """Return the microseconds that other threads of this process have computed."""
+    return (time.process_time_ns() - time.thread_time_ns()) / 1e3
 
 
 def host_sample(first: HostTime, last: HostTime, *, disturbs: bool) -> Sample:
