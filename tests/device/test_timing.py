@@ -291,6 +291,19 @@ def test_a_processor_that_the_process_itself_takes_is_counted() -> None:
 
 
 @pytest.mark.usefixtures("single_threaded")
+def test_what_threads_computed_before_they_shared_a_processor_does_not_count() -> None:
+    clock = HostClock()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compute, 0.1).result()
+    begun = clock.moment()
+    with one_core(others=1):
+        compute(0.05)
+        ended = clock.moment()
+    assert ended.delayed_us - begun.delayed_us > 20_000
+    assert ended.threads_us - begun.threads_us < 10_000
+
+
+@pytest.mark.usefixtures("single_threaded")
 def test_threads_and_forks_have_their_own_clocks() -> None:
     clock = HostClock()
 
