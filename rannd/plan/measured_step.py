@@ -34,7 +34,7 @@ class Typical(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True):
-    """Computations of a stage on one rank."""
+    """Computations of a stage on one rank, without copying gradients into buckets (`RankTimes.pack_us`)."""
 
     stage: int
     pieces: int
@@ -87,6 +87,8 @@ class RankTimes(msgspec.Struct, frozen=True):
     processor."""
     threads_us: float = 0.0
     """Time of a step in which other threads of the rank had the processor that its computations waited for."""
+    pack_us: float = 0.0
+    """Copying gradients into the buckets that are reduced while it still computes, and beginning to reduce them."""
 
     @property
     def handled(self) -> int:
@@ -125,7 +127,7 @@ class RankTimes(msgspec.Struct, frozen=True):
     def rest_us(self) -> float:
         """Time of a step in nothing that is listed here: the runtime's own, and what the host gives to others."""
         waits = sum(each.wait_us for each in self.waits) + self.settle_us + self.drain_us
-        return max(self.step_us - self.computing_us - waits - self.send_us, 0.0)
+        return max(self.step_us - self.computing_us - waits - self.send_us - self.pack_us, 0.0)
 
 
 class Flight(msgspec.Struct, frozen=True, array_like=True):

@@ -80,7 +80,7 @@ def show_measured(deployment: Deployment, measured: MeasuredStep) -> str:
         rows.append(("", "not computing", *_compared(max(deployment.step_us - planned_us, 0.0), min(idle))))
         for what, found in (
             ("waiting for values", [sum(wait.wait_us for wait in rank.waits) for rank in ranks]),
-            ("sending", [rank.send_us + rank.settle_us for rank in ranks]),
+            ("sending", [rank.send_us + rank.settle_us + rank.pack_us for rank in ranks]),
             ("waiting for reductions", [rank.drain_us for rank in ranks]),
             ("waiting for the ranks", [rank.agree_us for rank in ranks]),
             ("the runtime", [rank.rest_us for rank in ranks]),

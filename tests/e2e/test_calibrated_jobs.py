@@ -12,6 +12,7 @@ from job_cache import in_cache, keys_of
 
 from rannd.daemon.client.cache import Client
 from rannd.plan.deployment import decode
+from rannd.plan.measured_step import decode_measured
 from rannd.profile.points import Measured
 from rannd.runtime.costs.learned_costs import LearnedCosts
 from rannd.runtime.costs.learned_runtime import HostTook, LearnedRuntime
@@ -114,6 +115,25 @@ def test_what_the_runtime_took_is_in_the_costs_of_other_models(job: Job, monkeyp
         planned = decode(client.get(key) or b"")
         assert planned.call_us + 30 * planned.host_us == pytest.approx(8e3 + 9e3, rel=0.2)
         assert planned.step_us > planned.call_us + 8 * planned.host_us, "and of its two microbatches"
+
+    in_cache(job, monkeypatch, look)
+
+
+def test_what_reductions_took_is_learned(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.run("rannc-cache", "clear")
+    replicas = {**PLAN, "RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "2"}
+    assert "Steps take" in job.train(2, PROGRAM, "12", **replicas)
+
+    def look(client: Client) -> None:
+        (key,) = keys_of(job, "runtime")
+        runtime = msgspec.msgpack.decode(client.get(key) or b"", type=LearnedRuntime)
+        (took,) = runtime.reductions
+        (deployment,) = (decode(client.get(each) or b"") for each in keys_of(job, "deployment"))
+        (measured,) = (decode_measured(client.get(each) or b"", deployment) for each in keys_of(job, "measured"))
+        assert took.nbytes == deployment.stages[0].estimate.param_bytes, "half of the gradients, there and back"
+        assert took.us < measured.step_us
+        for rank in measured.ranks:
+            assert 0 < rank.pack_us < rank.reduce_us, "the first bucket begins within a backward"
 
     in_cache(job, monkeypatch, look)
 

@@ -49,6 +49,15 @@ def _layout(deployment: Deployment, placed: _Placed) -> Layout:
     )
 
 
+def reduced_bytes(graph: TaskGraph, deployment: Deployment, options: PlanOptions) -> dict[tuple[int, ...], int]:
+    """Return the bytes of gradients that are reduced together, by the stages that read the parameters.
+
+    Raises:
+        DeploymentError: The ops of the deployment are not those of the graph.
+    """
+    return _Placed(graph, deployment).trained(options)
+
+
 def loss_layout(layout: Layout) -> Layout:
     """Return the layout of a step whose backward begins at its loss: no gradients of outputs come from the ranks."""
     last = len(layout.stages)

@@ -33,6 +33,8 @@ class Simulation(msgspec.Struct, frozen=True):
     """Peak memory; empty if only times were asked for."""
     events: tuple[Event, ...] = ()
     """What ran on each slot, in order; empty unless recorded."""
+    drain_us: tuple[float, ...] = ()
+    """What of `idle_us` are reductions, and what follows them, when all is computed and sent."""
 
     @property
     def bubble(self) -> float:
@@ -135,6 +137,7 @@ def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequenc
         tuple(step - busy for busy in played.busy),
         tuple(peaks),
         tuple(sorted(replace(event, start_us=event.start_us + costs.agreeing_us) for event in events)),
+        tuple(np.maximum(free - ends, 0.0).tolist()),
     )
 
 

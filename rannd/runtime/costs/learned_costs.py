@@ -13,7 +13,7 @@ from rannd.profile.points import LONGEST_US, Measured
 from rannd.runtime.costs.correction import Correction, StageWork, fitted
 from rannd.runtime.costs.known_costs import MeasuredParts
 
-LEARNED_FORMAT = 2
+LEARNED_FORMAT = 3
 MOST_STAGES = 32
 """Maximum number of measured stages that are kept: the latest."""
 

@@ -156,7 +156,7 @@ class ProgramPlayer:
     ) -> None:
         """Backward of a microbatch in a stage, or its second half, if it comes in `halves`. `last`: see `_last_of`."""
         arrivals = computing.late_arrivals if halves else computing.arrivals
-        with self._reducer.completing(arrivals) if last else contextlib.nullcontext():
+        with self._reducer.completing(arrivals, self._stage_at(action)) if last else contextlib.nullcontext():
             if _is_half(action):
                 computing.weights(step, action.piece, self._reducer.arrived)
             else:

@@ -104,6 +104,8 @@ class Reducer:
         """Numbers of the parameters with several holders, the same on all ranks."""
         self._hooked: dict[str, torch.Tensor] = {}
         self._armed = self._early = self._counts = False
+        self._completed = -1
+        """The stage whose last gradients are being computed."""
         self._started = 0
         """Number of buckets whose all-reduce has started in this backward."""
         self._aside: dict[str, torch.Tensor] = {}
@@ -216,11 +218,14 @@ class Reducer:
         self._early = early
 
     @contextlib.contextmanager
-    def completing(self, arrivals: Mapping[str, int]) -> Iterator[None]:
+    def completing(self, arrivals: Mapping[str, int], stage: int = -1) -> Iterator[None]:
         """Around the last backward of a stage, or its second half where backwards come in two.
 
-        `arrivals`: how often the gradient of each parameter that the stage reads is accumulated in it.
+        Args:
+            arrivals: How often the gradient of each parameter that the stage reads is accumulated in it.
+            stage: What is recorded of it is of this stage.
         """
+        self._completed = stage
         for name, number in arrivals.items():
             bucket = self._bucket_of.get(name)
             if bucket is not None and self._parameters.tensors[name].requires_grad:
@@ -246,7 +251,9 @@ class Reducer:
             self.upstream.agreed()
             self.upstream = None
         while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
+            begun = self._recorder.begin()
             self._start(self._buckets[self._started])
+            self._recorder.end(Doing.PACK, self._completed, self._completed, None, begun)
             self._started += 1
 
     def _finish(self) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ from rannd.runtime.costs.correction import Correction, StageWork, fitted
 from rannd.runtime.costs.known_costs import MeasuredParts
 from rannd.runtime.costs.learned_costs import LearnedCosts, StageTook
 from rannd.runtime.costs.learned_runtime import LearnedRuntime
+from rannd.runtime.costs.measured_reductions import reductions_took
 from rannd.runtime.planning.plan_ahead import FASTER, Request, look_up, start
 from rannd.runtime.planning.replanning import Replanning
 
@@ -137,7 +138,8 @@ class Calibration:
         if doubts:
             # Which stage is wrong is not known: the correction is one for all.
             return self._distrust(request, parts.wanted([stage.ops for stage in took]), profile, client)
-        if is_off(deployment, by_number) or runtime_is_off(deployment, measured):
+        off = abs(measured.step_us - deployment.step_us) > FASTER * measured.step_us
+        if off or is_off(deployment, by_number) or runtime_is_off(deployment, measured):
             known = msgspec.structs.replace(request, learned=learned, runtime=runtime, profile=profile)
             start(known, self._replanning.found)
         return []
@@ -148,8 +150,14 @@ class Calibration:
             return request.runtime
         key = self._keys.runtime
         before = understood(client, key, client.get(key), _RUNTIME, lambda found: found.is_plausible)
-        nbytes = step_costs(request.task, self._deployment, *request.links, options=request.options).values_bytes
-        learned = (before or LearnedRuntime()).and_those(request.task.graph_hash, measured, nbytes)
+        task, links, options = request.task, request.links, request.options
+        learned = (before or LearnedRuntime()).and_those(
+            task.graph_hash,
+            measured,
+            step_costs(task, self._deployment, *links, options=options).values_bytes,
+            byte_us=links[0].p2p_host_us,
+            reduced=reductions_took(task, self._deployment, measured, links, options),
+        )
         client.put(key, msgspec.msgpack.encode(learned))
         return learned
 

@@ -26,8 +26,15 @@ CATEGORY = {
     Doing.REDUCE: REDUCE,
     Doing.DRAIN: WAIT,
     Doing.AGREE: WAIT,
+    Doing.PACK: SEND,
 }
-_NAMES = {Doing.REDUCE: "R", Doing.DRAIN: "reductions", Doing.SETTLE: "sends", Doing.AGREE: "agreement"}
+_NAMES = {
+    Doing.REDUCE: "R",
+    Doing.DRAIN: "reductions",
+    Doing.SETTLE: "sends",
+    Doing.AGREE: "agreement",
+    Doing.PACK: "gradients",
+}
 
 
 class RankEvent(msgspec.Struct, frozen=True, array_like=True):

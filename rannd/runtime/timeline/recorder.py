@@ -42,6 +42,8 @@ class Doing(enum.IntEnum):
     """Compares with the other ranks what is called, at the begin of a call: waits for the last one to come."""
     CALL = 9
     """All of a call of the model, and of the backward through it."""
+    PACK = 10
+    """Within a computation: copies gradients into a bucket and begins to reduce it."""
 
 
 COMPUTING = (Doing.FORWARD, Doing.BACKWARD, Doing.WEIGHT)

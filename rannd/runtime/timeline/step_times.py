@@ -47,6 +47,7 @@ def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> Ran
         sends=int(sends),
         host_us=_middle([row.host_ns / 1e3 for row in rows]),
         threads_us=_middle([row.delays.get((Doing.CALL, -1), (0, 0))[1] / 1e3 for row in rows]),
+        pack_us=_middle(every[Doing.PACK]),
     )
 
 
@@ -70,13 +71,26 @@ def _typical(rows: Sequence[StepRow], place: Place) -> Typical:
     each, own, threads = [], [], []
     for row in rows:
         if count := _count(row, place):
-            delays = [ns / 1e3 / count for ns in row.delays.get(place[:2], (0, 0))]
-            each.append(_us(row, place) / count)
-            own.append(max(each[-1] - sum(delays), 0.0))
-            threads.append(delays[1])
+            us, delays = _us(row, place), _delays_us(row, place)
+            if place[0] is _completing(row, place[1]):
+                packing = Doing.PACK, *place[1:]
+                us -= _us(row, packing)
+                delays = [one - inside for one, inside in zip(delays, _delays_us(row, packing), strict=True)]
+            each.append(us / count)
+            own.append(max(us - sum(delays), 0.0) / count)
+            threads.append(max(delays[1], 0.0) / count)
     if not each:
         return Typical()
     return Typical(_middle(each), _middle(own), _middle(threads))
+
+
+def _delays_us(row: StepRow, place: Place) -> list[float]:
+    return [ns / 1e3 for ns in row.delays.get(place[:2], (0, 0))]
+
+
+def _completing(row: StepRow, stage: int) -> Doing:
+    """Return which of a stage's computations completes gradients, in which they are packed."""
+    return Doing.WEIGHT if _count(row, (Doing.WEIGHT, stage, stage)) else Doing.BACKWARD
 
 
 def _middle(values: Sequence[float]) -> float:

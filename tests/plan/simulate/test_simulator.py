@@ -22,7 +22,7 @@ from rannd.plan.schedule.schedules import (
     zero_bubble_h1,
 )
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
-from rannd.plan.simulate.simulator import Simulation, simulate
+from rannd.plan.simulate.simulator import Simulation, predict, simulate
 from rannd.plan.simulate.step_costs import StepCosts
 from rannd.plan.simulate.timeline import COMPUTE, RECEIVE, REDUCE
 
@@ -40,7 +40,7 @@ def test_two_stages_two_pieces() -> None:
     # slot 0: F0 F1 . . . . . B1B1 B0B0      0         10        20        30 ..
     # slot 1: .  F0 F1 B1B1 B0B0 . .         forward ends at 30, backward takes 20 + 20 + 20
     assert simulate(gpipe(PIPELINE), costs()) == Simulation(
-        step_us=90, busy_us=(60, 60), idle_us=(30, 30), peak_bytes=(10, 14)
+        step_us=90, busy_us=(60, 60), idle_us=(30, 30), peak_bytes=(10, 14), drain_us=(0, 0)
     )
     assert simulate(gpipe(PIPELINE), costs()).bubble == pytest.approx(1 / 3)
 
@@ -124,6 +124,7 @@ def test_a_reduction_waits_for_all_replicas_of_its_stage() -> None:
     # Slot 0 has pieces 0 and 1: 2 * (10 + 20), and the reduction; slot 2 has three pieces to take.
     assert result.step_us == 160
     assert result.busy_us == (60, 30, 63)
+    assert result.drain_us == (100, 130, 0), "slot 1 has one piece less"
 
 
 def test_buckets_are_reduced_while_the_last_backward_runs() -> None:
@@ -132,6 +133,8 @@ def test_buckets_are_reduced_while_the_last_backward_runs() -> None:
     fast, slow = virtual(layout, reduce_us=((0.5,) * 4,)), virtual(layout, reduce_us=((3.0,) * 4,))
     assert simulate(gpipe(layout), fast).step_us == 6 + 0.5
     assert simulate(gpipe(layout), slow).step_us == 3 + 4 * 3
+    assert predict("gpipe", layout, slow).drain_us == (3 + 4 * 3 - 6,) * 2
+    assert simulate(gpipe(layout), virtual(layout, after_us=(7.0,))).drain_us == (7, 7)
     assert simulate(gpipe(layout), virtual(layout, reduce_us=((12.0,),))).step_us == 6 + 12
 
 

@@ -12,9 +12,11 @@ from rannd.runtime.costs.learned_runtime import (
     EACH_US,
     MOST_FACTOR,
     MOST_HOSTS,
+    MOST_REDUCTIONS,
     MOST_TRANSFERS,
     HostTook,
     LearnedRuntime,
+    ReductionsTook,
     TransferTook,
 )
 
@@ -82,6 +84,12 @@ def test_the_latest_hosts_are_kept_once_each() -> None:
     assert again.is_plausible
 
 
+def test_what_plans_count_for_bytes_is_not_of_the_runtime() -> None:
+    # Each rank has got 10 messages of 100 bytes, and sent as many.
+    learned = LearnedRuntime().and_those(GRAPH, steps((10, 5000.0)), {(0, 1): 100}, byte_us=0.5)
+    assert learned.hosts == (HostTook(GRAPH[:16], 10, 5000.0 - 2 * 10 * 100 * 0.5),)
+
+
 NEAR, FAR = LinkCost(100.0, 1000.0, 50.0, 500.0), LinkCost(400.0, 100.0, 200.0, 50.0)
 
 
@@ -117,6 +125,34 @@ def test_messages_of_the_same_size_are_known_once_and_wild_ones_change_little() 
     assert wild.p2p_us(10**5) <= MOST_FACTOR * NEAR.p2p_us(10**5)
 
 
+def test_reductions_take_as_long_as_in_steps() -> None:
+    copied = LinkCost(100.0, 1000.0, 50.0, 500.0, 1e-4, 2e-3)
+    learned = LearnedRuntime()
+    for buckets, nbytes in ((1, 10**5), (4, 10**6), (8, 10**7)):
+        took = 0.8 * buckets * 50.0 + 1.5 * nbytes / 500.0
+        learned = learned.and_those(GRAPH, sent(), {}, reduced=[ReductionsTook(False, buckets, nbytes, took)])
+    near, far = learned.links(copied, FAR)
+    assert far == FAR, "nothing was reduced between nodes"
+    for nbytes in (10**6, 10**7):
+        assert near.allreduce_us(nbytes, 2) == pytest.approx(0.8 * 50.0 + 1.5 * nbytes / 500.0, rel=0.05)
+    assert near.allreduce_host_us == pytest.approx(1.5 * 2e-3, rel=0.05)
+    assert (near.p2p_us(10**6), near.p2p_host_us) == (copied.p2p_us(10**6), 1e-4)
+    between = learned.and_those(GRAPH, sent(), {}, reduced=[ReductionsTook(True, 1, 10**6, 1.5 * 10**6 / 50.0)])
+    assert between.links(copied, FAR)[0] == near
+    assert between.links(copied, FAR)[1].allreduce_us(10**6, 2) == pytest.approx(1.5 * 10**6 / 50.0, rel=0.1)
+
+
+def test_the_same_reductions_are_known_once() -> None:
+    learned = LearnedRuntime()
+    for us in (9.0, 5.0):
+        learned = learned.and_those(GRAPH, sent(), {}, reduced=[ReductionsTook(False, 2, 100, us)])
+    assert learned.reductions == (ReductionsTook(False, 2, 100, 5.0),)
+    for nbytes in range(MOST_REDUCTIONS + 3):
+        learned = learned.and_those(GRAPH, sent(), {}, reduced=[ReductionsTook(False, 2, nbytes + 1, 5.0)])
+    assert len(learned.reductions) == MOST_REDUCTIONS
+    assert learned.is_plausible
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -128,6 +164,11 @@ def test_messages_of_the_same_size_are_known_once_and_wild_ones_change_little() 
         LearnedRuntime(transfers=(TransferTook(False, 0, 1.0),)),
         LearnedRuntime(transfers=(TransferTook(False, 1, float("inf")),)),
         LearnedRuntime(transfers=(TransferTook(False, 1, 1.0),) * (MOST_TRANSFERS + 1)),
+        LearnedRuntime(reductions=(ReductionsTook(False, 0, 1, 1.0),)),
+        LearnedRuntime(reductions=(ReductionsTook(False, 1, 0, 1.0),)),
+        LearnedRuntime(reductions=(ReductionsTook(False, float("nan"), 1, 1.0),)),
+        LearnedRuntime(reductions=(ReductionsTook(False, 1, 1, -1.0),)),
+        LearnedRuntime(reductions=(ReductionsTook(False, 1, 1, 1.0),) * (MOST_REDUCTIONS + 1)),
     ],
 )
 def test_what_cannot_have_been_measured_is_known(wrong: LearnedRuntime) -> None:

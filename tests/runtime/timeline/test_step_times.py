@@ -32,7 +32,7 @@ def test_times_of_a_rank() -> None:
                 (Doing.AGREE, -1, -1): (1, 10.0 * slower),
                 (Doing.FORWARD, 1, 1): (4, 40.0 * slower),
                 (Doing.BACKWARD, 1, 1): (4, 80.0 * slower),
-                (Doing.WEIGHT, 1, 1): (4, 20.0),
+                (Doing.WEIGHT, 1, 1): (4, 26.0),
                 (Doing.RECEIVE, 0, 1): (4, 12.0),
                 (Doing.RECEIVE, 1, 2): (4, 8.0),
                 (Doing.SEND, 0, 1): (4, 3.0),
@@ -40,6 +40,8 @@ def test_times_of_a_rank() -> None:
                 (Doing.SETTLE, -1, -1): (1, 1.0),
                 (Doing.REDUCE, -1, -1): (1, 30.0),
                 (Doing.DRAIN, -1, -1): (1, 9.0),
+                (Doing.PACK, 1, 1): (2, 6.0),
+                (Doing.PACK, 0, 0): (1, 1.0),
                 (Doing.CALL, -1, -1): (2, 200.0 * slower),
             },
             period_us=200.0 * slower + 50.0,
@@ -59,7 +61,15 @@ def test_times_of_a_rank() -> None:
     assert (found.sends, found.handled) == (8, 12 + 8 + 8)
     assert (found.host_us, found.runtime_us) == (5.0, 5.0), "gradients are reduced"
     assert msgspec.structs.replace(found, reduce_us=0.0).runtime_us == 13.0
-    assert found.rest_us == 380.0 - 260.0 - 20.0 - 7.0 - 1.0 - 9.0
+    assert found.pack_us == 7.0, "is no part of its second halves"
+    assert found.rest_us == 380.0 - 260.0 - 20.0 - 7.0 - 1.0 - 9.0 - 7.0
+
+
+def test_gradients_are_packed_within_what_completes_them() -> None:
+    packed = row(0, {(Doing.BACKWARD, 1, 1): (2, 80.0), (Doing.PACK, 1, 1): (3, 30.0)})
+    packed.delays |= {(Doing.BACKWARD, 1): [9_000, 5_000], (Doing.PACK, 1): [3_000, 4_000]}
+    (found,) = rank_times([packed], 0, [1]).stages
+    assert found.backward == Typical(25.0, 21.5, 0.5)
 
 
 def test_a_rank_that_has_recorded_nothing_has_its_stages() -> None:
