@@ -107,27 +107,30 @@ def held(
             optimizer.whole, trainable.whole, out=np.zeros_like(optimizer.whole), where=trainable.whole > 0
         )
         here = np.minimum(state, 2.0 * largest * weight)
-    # A sum of gradients takes as much again, but for a replica's own part, to receive those of the other replicas.
-    received = (count - 1) / count * np.maximum(units.grads, units.tied_grads)
-    grads_whole = units.tied_grads + units.two_grads + units.grads + 2.0 * received
-    working = (zero >= 2) * grads_whole + (zero >= 3) * units.two_params
-    # Otherwise a bucket that is reduced is a copy, and each gradient of a microbatch is there before it is added.
+    # A bucket that is reduced is a copy, and each gradient of a microbatch is there before it is added.
     each = units.grads + units.tied_grads
-    beside = each + np.minimum(gradients.whole - trainable.whole, np.maximum(bucket, each))
-    own = parts(trainable)
-    fetched = own - trainable.shared if away else np.zeros_like(own)
-    grads = parts(gradients) if zero >= 2 else gradients.whole
-    dropped = grads - gradients.shared if grads_away else np.zeros_like(grads)
-    if not grads_away:  # a step has copies of the parameters that it changes: of two buckets, if state comes by buckets
-        here = here + (np.minimum(fetched, 2.0 * largest) if offload else fetched)
-    return ReplicaBytes(
-        params - trainable.whole + own - fetched if zero >= 3 else params,
-        grads - dropped,
-        here,
-        (state if offload else 0.0 * state) + fetched + dropped,
-        fetched,
-        np.where((zero >= 2) & ((count > 1) | away), working, beside),
-    )
+    working = each + np.minimum(gradients.whole - trainable.whole, np.maximum(bucket, each))
+    grads, elsewhere, fetched = gradients.whole, 0.0 * state, 0.0 * state
+    if offload:
+        elsewhere = state
+    if zero >= 2:
+        grads = parts(gradients)
+        # A sum of gradients takes as much again, but for a replica's own part, to receive those of other replicas.
+        received = (count - 1) / count * np.maximum(units.grads, units.tied_grads)
+        divided = units.tied_grads + units.two_grads + units.grads + 2.0 * received
+        working = np.where((count > 1) | away, divided + (zero >= 3) * units.two_params, working)
+    if zero >= 3:
+        own = parts(trainable)
+        params = params - trainable.whole + own
+        if away:
+            fetched = own - trainable.shared
+            params, elsewhere = params - fetched, elsewhere + fetched
+            if grads_away:
+                dropped = grads - gradients.shared
+                elsewhere, grads = elsewhere + dropped, grads - dropped
+            else:  # a step has copies of parameters that it changes: of two buckets, if state comes by buckets
+                here = here + (np.minimum(fetched, 2.0 * largest) if offload else fetched)
+    return ReplicaBytes(params, grads, here, elsewhere, fetched, working)
 
 
 SEGMENT = 8 << 20

@@ -130,7 +130,7 @@ class Bounds:
         exposed = np.moveaxis(self._tables.exposed(variants), 0, 1)
         if exposed.shape[2] > 1:
             exposed = np.take_along_axis(exposed, np.minimum(places, exposed.shape[2] - 1), axis=2)
-        left_over = self._times.forward[variants][:, self._tables.runs[0]].T[:, :, None] + exposed
+        left_over = self._times.forward[variants][:, self._tables.runs.starts].T[:, :, None] + exposed
         left_over = np.broadcast_to(left_over, fill.shape)
         flat = len(fill), -1
         return StagesWithin(
@@ -148,6 +148,8 @@ class Bounds:
             return None
         self._excluded[variants] = below[variants]
         limits = np.maximum(below[variants] - self.rest[variants, self.stages, self._count], 0.0)[:, None]
+        if np.isinf(limits).all():  # any that fit
+            return variants, self._numbers[np.minimum(*self._fewest)[variants].T]
         return variants, self._numbers[self._places(variants, limits)[1][:, :, 0]]
 
     def exclude(self, variants: Counts, below: Table, devices: Counts) -> None:
@@ -169,7 +171,7 @@ class Bounds:
         if self._fitted or not alike or self._units > self._count:
             return False
         self._fitted = True
-        starts, ends = self._tables.runs
+        starts, ends, _ = self._tables.runs
         plain, again = tables.fitting(self._units)
         by_end = np.lexsort((starts, ends))
         first = np.searchsorted(ends[by_end], np.arange(1, self._count + 1))

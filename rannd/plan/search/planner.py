@@ -26,7 +26,7 @@ from rannd.plan.run_modes import (
     runnable_zero,
 )
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
-from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
+from rannd.plan.search.candidates import EFFORT, Candidate, alike, candidate, candidates
 from rannd.plan.search.ranking import rank
 from rannd.plan.search.reasons import Searched, reasons
 from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies
@@ -168,12 +168,11 @@ def plan(
             used = runnable  # memory asks for it
             more = tables(replicas, limit, False, zeros=runnable[1:], offload=offload)
             every, known = every + more, known + families(more)
+        found = best_choice(every, stages=stages, known=known)
         if ranked:  # the best ones with and without ZeRO are simulated, and others that E may be wrong about
             groups = [[each for each in every if bool(each.variant.zero) == divided] for divided in (False, True)]
-            plain, sharded = (best_choice(group, stages=stages, near=_MOST_NEAR) for group in groups)
-            found = plain.or_better(sharded)
-        else:
-            found = best_choice(every, stages=stages, known=known)
+            near = [best_choice(group, stages=stages, near=_MOST_NEAR, effort=EFFORT) for group in groups]
+            found = found.with_plans_of(near)
         if found.choice is None:
             needs.append(smallest_memory(every, stages=stages))
             continue

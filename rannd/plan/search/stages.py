@@ -80,17 +80,13 @@ class Found(msgspec.Struct, frozen=True):
     passed: tuple[Choice, ...] = ()
     """Complete plans found during the search, best first."""
 
-    def or_better(self, other: Found) -> Found:
-        """The result of a search of both; of equally good plans the one of this. The two choices are passed first."""
-        choices = [each for each in (self.choice, other.choice) if each is not None]
-        first = sorted(choices, key=lambda each: each.preference_us)
-        rest = sorted((*self.passed, *other.passed), key=lambda each: each.preference_us)
-        return Found(
-            first[0] if first else None,
-            min(self.bound_us, other.bound_us),
-            self.searched_all and other.searched_all,
-            (*first, *(each for each in rest if each not in first)),
-        )
+    def with_plans_of(self, others: Sequence[Found]) -> Found:
+        """This, with what other searches of the same variants have passed, too: their choices first."""
+        choices = [each.choice for each in (self, *others) if each.choice is not None]
+        first = sorted(dict.fromkeys(choices), key=lambda each: each.preference_us)
+        rest = (each for found in (self, *others) for each in found.passed)
+        passed = (*first, *sorted(rest, key=lambda each: each.preference_us))
+        return msgspec.structs.replace(self, passed=tuple(dict.fromkeys(passed)))
 
 
 class Need(msgspec.Struct, frozen=True):

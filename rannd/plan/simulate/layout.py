@@ -239,9 +239,12 @@ class _Placed:
     def trained(self, options: PlanOptions | None = None) -> dict[tuple[int, ...], int]:
         """Return bytes of trainable parameters, by the stages that read them; with `options` of what is reduced."""
         found: dict[tuple[int, ...], int] = defaultdict(int)
+        factors: dict[int, float] = {}
         for index, stages in self._readers.items():
             param = self._graph.params[index]
             if param.trainable:
-                factor = 1.0 if options is None else state_weights(param.itemsize, options).reduced
-                found[stages] += int(param.bytes * factor)
+                size = param.itemsize
+                if size not in factors:
+                    factors[size] = 1.0 if options is None else state_weights(size, options).reduced
+                found[stages] += int(param.bytes * factors[size])
         return dict(found)

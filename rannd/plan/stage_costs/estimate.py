@@ -50,13 +50,13 @@ class StageTables(StageTerms):
         if self.offload.activations:
             return self.away(start, end, flying, apart=apart)
         handed = self.intervals.handed(start, end, self.rows)
-        least = least_memory(forward, activation, handed, flying, apart=apart)
         if self.forced(end):
-            return least
+            return least_memory(forward, activation, handed, flying, apart=apart)
         plain = self.memory.plain(end, used, split=False)
         others = plain[start, self.column(replicas)] - self.memory.kept[start, end] * flying
         budget = self.limit - float(others)
-        return segments(forward, activation, handed, flying, budget, apart=apart) or least
+        found = segments(forward, activation, handed, flying, budget, apart=apart)
+        return found or least_memory(forward, activation, handed, flying, apart=apart)
 
     def _joined(self, start: int, end: int, replicas: int, *, used: int) -> tuple[int, ...]:
         """Return where segments of a stage end that recomputes nothing: runs of blocks with few gradients if what is
@@ -148,7 +148,7 @@ class StageTables(StageTerms):
             activation = math.ceil(max(divided.kept, later) * first + later * (flying - first))
         at_a_time = self.memory.state.whole_bytes(start, divided.ends, replicas, stays=whole)
         working = math.ceil(microbatch.working[start, end] + divided.working + at_a_time)
-        posted = self.memory.posted(slice(0, end), end, np.full((1, len(self.replicas)), flying))[start, column]
+        posted = self.memory.posted(slice(start, start + 1), end, np.full((1, len(self.replicas)), flying))[0, column]
         comm = math.ceil(microbatch.crossing[start, end] * flying + posted)
         return StageEstimate(
             forward_us=float(forward),

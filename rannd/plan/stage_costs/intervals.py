@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from rannd.profile.delayed_gradients import delayed_bytes, separable
 from rannd.profile.kept_values import Memory
 
 Table = npt.NDArray[np.float64]
+_Any = TypeVar("_Any", bound=np.generic)
 
 
 def at(table: Table, rows: npt.ArrayLike) -> Table:
@@ -37,11 +39,29 @@ def at(table: Table, rows: npt.ArrayLike) -> Table:
     return result
 
 
-def of_runs(table: Table, runs: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]) -> Table:
-    """Return ``table[.., i, j]`` for first blocks i and ends j, in a third of the time of numpy's indexing."""
-    count = table.shape[-1]
-    result: Table = table.reshape(*table.shape[:-2], count * count).take(runs[0] * count + runs[1], axis=-1)
-    return result
+class Runs(NamedTuple):
+    """Runs of blocks."""
+
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    """Of both in a flat table."""
+
+    @staticmethod
+    def of(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], blocks: int) -> Runs:
+        """Return runs of so many blocks with these first blocks and ends."""
+        return Runs(starts, ends, starts * (blocks + 1) + ends)
+
+
+def of_runs(table: npt.NDArray[_Any], runs: Runs, *, behind: int = 0) -> npt.NDArray[_Any]:
+    """Return ``table[.., i, j]`` for first blocks i and ends j, in a third of the time of numpy's indexing.
+
+    `behind`: so many axes come after these two.
+    """
+    axis = table.ndim - behind - 2
+    flat = (*table.shape[:axis], -1, *table.shape[axis + 2 :])
+    found: npt.NDArray[_Any] = table.reshape(flat).take(runs.places, axis=axis)
+    return found
 
 
 def _largest_two(each: Table) -> Table:
@@ -71,7 +91,7 @@ class Intervals:
 
         self._inside = np.triu(np.ones((self.count + 1,) * 2, dtype=bool), 1)
         """``[i, j]``: whether there is such a run."""
-        self.runs = np.triu_indices(self.count + 1, 1)
+        self.runs = Runs.of(*np.triu_indices(self.count + 1, 1), self.count)
         """First blocks and ends of all runs, those of the same first block one after the other."""
         self.forward = self._sums(cost.forward_us for cost in costs)
         self.backward = self._sums(cost.backward_us for cost in costs)
@@ -316,12 +336,12 @@ class Intervals:
         self._tied: dict[tuple[int, ...], Table] = defaultdict(lambda: np.zeros(2))
         """The same of parameters that several blocks read, by these."""
         weights = {itemsize: np.array([1.0, *state_weights(itemsize, options)]) for _, _, itemsize in sizes}
+        alone: dict[tuple[bool, int], list[float]] = defaultdict(lambda: [0.0] * self.count)
         for (ordered, trainable, itemsize), size in sizes.items():
-            weighted = size * weights[itemsize]
             if len(ordered) == 1:
-                own[0, ordered[0]] += size
-                own[1:, ordered[0]] += weighted * trainable
+                alone[trainable, itemsize][ordered[0]] += size
                 continue
+            weighted = size * weights[itemsize]
             if trainable:
                 self._tied[ordered] += weighted[:2]
             for before, first in pairwise([-1, *ordered]):  # the first block of these runs that reads them
@@ -332,9 +352,13 @@ class Intervals:
                     whole_from = ordered[-1] + 1 if before < 0 else self.count + 1
                     if whole_from > first + 1:
                         trained[1, :, starts, first + 1 : whole_from] += weighted[:, None, None]
-        alone = self._over_runs(np.add, own[:, None])
-        self.params += alone[0]
-        trained[0] += alone[1:]
+        for (trainable, itemsize), each in alone.items():
+            own[0] += each
+            if trainable:
+                own[1:] += weights[itemsize][:, None] * np.array(each)
+        together = self._over_runs(np.add, own[:, None])
+        self.params += together[0]
+        trained[0] += together[1:]
         self.trainable, self.reduced, self.gradients, self.optimizer = map(Trained, *trained)
         """Bytes of trainable parameters, of what is reduced of them, of their gradients and optimizer state."""
         self.units = self._units()

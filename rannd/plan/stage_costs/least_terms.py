@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rannd.plan.stage_costs.intervals import of_runs
+from rannd.plan.stage_costs.intervals import Runs, of_runs
 from rannd.plan.stage_costs.microbatch_counts import MicrobatchCounts
 from rannd.plan.stage_costs.shared_tables import ROUNDING
 from rannd.plan.stage_costs.stage_memory import StageMemory
@@ -34,7 +34,7 @@ class LeastTerms:
         rows = tuple(table.rows for table in tables)
         self.times = first.shared.least_times(first.variant.schedule, microbatches, rows)
         self.runs = first.intervals.runs
-        """First blocks and ends of all stages."""
+        """All stages."""
         self.world, self.blocks, self.replicas = first.world, first.blocks, first.replicas
         self._first = first
         zero, schedule = first.variant.zero, first.variant.schedule
@@ -55,7 +55,7 @@ class LeastTerms:
 
     def alone(self) -> list[float]:
         """Return by variant a lower bound of E of a single stage on all devices; infinite if it does not fit."""
-        sizes = self._memory.at_least((np.array([0]), np.array([self.blocks])))
+        sizes = self._memory.at_least(Runs.of(np.array([0]), np.array([self.blocks]), self.blocks))
         plain, again = (size[:, 0, -1] <= self._limit for size in sizes)
         least = np.where(plain, self.times.alone[0], np.where(again, self.times.alone[1], np.inf))
         found: list[float] = least.tolist()
@@ -67,7 +67,7 @@ class LeastTerms:
 
     def _forced(self) -> Mask:
         """Whether stages recompute all blocks because that was asked for, by their ends."""
-        return np.array([self._first.forced(end) for end in range(self.blocks + 1)])[self.runs[1]]
+        return np.where(self.runs.ends < self.blocks, self._first.forced(0), self._first.forced(self.blocks))
 
     def fewest(self, close: bool) -> tuple[Counts, Counts]:
         """Return lower bounds for the replicas of a stage without and with recomputing, for any later stages.
@@ -78,7 +78,7 @@ class LeastTerms:
         number, runs = len(self.replicas), self.runs
         kept, less = self._memory.at_least(runs, close=close)
         plain = (kept <= self._limit) & ~self._forced()[:, None]
-        allowed, found = self._first.allowed[runs], []
+        allowed, found = of_runs(self._first.allowed, runs), []
         for fits in (plain, less <= self._limit):
             # With more replicas a stage needs no more memory.
             first = fits.argmax(axis=-1) if fits.shape[-1] > 1 else 0  # of one number numpy takes as long
@@ -101,7 +101,7 @@ class LeastTerms:
         flying = [self.counts.most(self.blocks, int(used), split=False)[0, ..., :1] for used in later]
         sizes = self._memory.keeping(np.concatenate(flying, axis=1), self.runs)
         plain, again = (size <= self._limit for size in sizes)
-        allowed = self._first.allowed[self.runs]
+        allowed = of_runs(self._first.allowed, self.runs)
         return plain & ~self._forced() & allowed, again & allowed
 
     def exposed(self, variants: Counts) -> Table:

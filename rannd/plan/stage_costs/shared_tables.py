@@ -50,14 +50,18 @@ class RowTables:
         which count as equally large in both directions and over all links."""
         self.crossing = self.received + sent + self.output
         """Of what crosses the stage's border and stays until its backward."""
+        self.entering = self.crossing + self.given
+        """Of that and of the model's inputs."""
         self.between = at(intervals.inner, rows)
         """Of what blocks hand to each other, kept if they recompute one by one."""
         self.working = 2.0 * intervals.largest(rows)
         """Temporary, of a backward: gradients of the outputs and inputs of the largest operator."""
-        links = machine.link, machine.between
-        self.values_us = [p2p_us(link, self.received) for link in links]
-        """Time to receive activations, inside a node and from another."""
-        self.grads_us = [p2p_us(link, self.sent_grad) for link in links]
+        far = machine.between if machine.between != machine.link else None
+        self.values_us, self.grads_us = (
+            [near := p2p_us(machine.link, each), near if far is None else p2p_us(far, each)]
+            for each in (self.received, self.sent_grad)
+        )
+        """Times to receive activations, and gradients: inside a node and from another."""
         self.ranks_us = p2p_us(machine.link, self.given) + p2p_us(machine.link, at(intervals.output_grad, rows))
         """Time of the first input from a rank and of the first gradient of an output from it."""
         to_ranks = self.output[..., 0, -1].reshape(np.shape(rows)), at(intervals.inputs_grad, rows)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.program import AHEAD
-from rannd.plan.stage_costs.intervals import of_runs
+from rannd.plan.stage_costs.intervals import Runs, of_runs
 from rannd.plan.stage_costs.microbatch_counts import MicrobatchCounts
 from rannd.plan.stage_costs.shared_tables import RowTables
 from rannd.plan.stage_costs.state_bytes import StateBytes
@@ -49,21 +49,35 @@ class StageMemory:
         self.kept, self.kept_apart = rows.kept_divided if zero >= 2 else (rows.kept, rows.kept_apart)
         """Per microbatch, of what is kept from forward to backward; of the largest block of the stage, which has it in
         its backward if it recomputes."""
-        self.delayed: Table = np.zeros_like(self.kept)
-        """Per microbatch, of what waits for delayed gradients of parameters; all that is kept where that is not known.
-        One stage delays nothing."""
-        if counts.splits:
-            self.delayed = np.where(delays, np.where(rows.delayed > 0, rows.delayed, self.kept), 0.0)
-            self.delayed[..., 0, -1] = 0.0
+        self._delays = delays
         self.stays = rows.between
         """Per microbatch, of what blocks hand to each other if they recompute one by one: what stays in the device's
         memory."""
-        self.read_back = np.zeros_like(self.kept)
-        """What of the rest blocks read, each block for itself."""
         if state.offload.activations:
-            self.stays, self.read_back, two = rows.handed_apart
+            self.stays, _, two = rows.handed_apart
             if not in_files(options.device):  # what a segment starts from is there again, and what the next one does
                 self.kept_apart = self.kept_apart + two
+
+    @cached_property
+    def delayed(self) -> Table:
+        """Per microbatch, of what waits for delayed gradients of parameters; all that is kept where that is not known.
+        One stage delays nothing."""
+        if not self._counts.splits:
+            return np.zeros_like(self.kept)
+        rows = self._rows
+        found = np.where(self._delays, np.where(rows.delayed > 0, rows.delayed, self.kept), 0.0)
+        found[..., 0, -1] = 0.0
+        return found
+
+    @cached_property
+    def read_back(self) -> Table:
+        """What blocks read of what does not stay, each block for itself."""
+        return self._rows.handed_apart[1] if self.state.offload.activations else np.zeros_like(self.kept)
+
+    @cached_property
+    def _kept(self) -> Table:
+        """Per microbatch, of what is kept until the end of its backward, both halves."""
+        return np.maximum(self.kept, self.delayed) if self._counts.splits else self.kept
 
     def temporary(self, starts: slice | int, ends: slice | int) -> Table:
         """Return the bytes of what is needed while something is computed, by number of replicas or one for all."""
@@ -95,7 +109,7 @@ class StageMemory:
         """Return the bytes with the smallest number of replicas, for any later stages; with more of them a stage does
         not need more, but for ZeRO 2 and 3, where there is one number."""
         pieces = self._counts.pieces[..., :1]
-        kept = np.maximum(self.kept, self.delayed) + self._rows.crossing
+        kept = self._kept + self._rows.crossing
         fixed = self.state.fixed[:, :, 0] + self._rows.working
         result: Table = fixed + kept * pieces + self._posted_first()
         return result
@@ -127,7 +141,7 @@ class StageMemory:
         """
         (first, most), (now, waiting) = flight, moment
         held, rows = self.state.held.state, self._rows
-        kept = np.maximum(self.kept, self.delayed) * now + self.delayed * (waiting - now)
+        kept = self._kept * now + self.delayed * (waiting - now)
         pieces = int(self._counts.pieces[0])
         posted = rows.given * pieces + rows.sent_grad * min(pieces, AHEAD + 1)
         result: Table = held[:, :, 0] + posted + rows.crossing * most + kept
@@ -145,7 +159,7 @@ class StageMemory:
         whole = self.plain(end, used, split=False) if self._counts.splits else plain
         return np.where(again, whole - kept * flying + less, plain)
 
-    def keeping(self, flying: Counts, runs: tuple[Counts, Counts]) -> tuple[Table, Table]:
+    def keeping(self, flying: Counts, runs: Runs) -> tuple[Table, Table]:
         """Return the bytes of stages with the smallest number of replicas that keep so many microbatches each.
 
         Without and with recomputing, as if no gradients of parameters were delayed: ``[variant, place, stage]``, for
@@ -153,7 +167,7 @@ class StageMemory:
 
         Args:
             flying: ``[variant, place, 1]``: the microbatches.
-            runs: First blocks and ends of the stages.
+            runs: The stages.
         """
 
         def those(each: Table) -> Table:
@@ -174,13 +188,13 @@ class StageMemory:
         result: Table = np.minimum(plain, self.recomputing(end, used, plain, everywhere))
         return result
 
-    def at_least(self, runs: tuple[Counts, Counts], *, close: bool = False) -> tuple[Table, Table]:
+    def at_least(self, runs: Runs, *, close: bool = False) -> tuple[Table, Table]:
         """Return lower bounds of the bytes of a replica without and with recomputing, for any later stages.
 
         ``[stage, number of replicas]``, or one entry for all numbers.
 
         Args:
-            runs: First blocks and ends of the stages.
+            runs: The stages.
             close: Whether to count that stages keep more microbatches if others follow them.
         """
 
@@ -192,9 +206,9 @@ class StageMemory:
             flying = self._counts.pieces.astype(float)
         elif close:  # as if all had the fewest microbatches: one number, where others make tables large
             last, others = (self._counts.most(0, used, split=False)[0, ..., -1:].astype(float) for used in (0, 1))
-            flying = np.where(runs[1][..., None] < self._counts.blocks, others, last)
-        border = self.state.fixed[runs] + those(self._rows.working) + self.late
-        border = border + those(self._rows.crossing + self._rows.given) * flying
+            flying = np.where(runs.ends[..., None] < self._counts.blocks, others, last)
+        border = of_runs(self.state.fixed, runs, behind=1) + those(self._rows.working) + self.late
+        border = border + those(self._rows.entering) * flying
         kept, stays = those(self.kept), those(self.stays)
         again = (stays * flying if close else stays) + those(self.kept_apart)
         if not self.state.apart:  # all together, of one microbatch, may need less

@@ -15,6 +15,7 @@ import numpy as np
 
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import Offload
+from rannd.plan.stage_costs.intervals import Runs
 from rannd.plan.stage_costs.microbatch_counts import MicrobatchCounts
 from rannd.plan.stage_costs.shared_tables import RowTables, SharedTables
 from rannd.plan.stage_costs.stage_memory import StageMemory
@@ -330,7 +331,8 @@ class StageTerms:
 
     def memory_at_least(self) -> float:
         """Return a lower bound of the memory of any plan: what some block needs in the stage that suits it best."""
-        kept, less = self.memory.at_least((np.arange(self.blocks + 1)[:, None], np.arange(self.blocks + 1)))
+        every = np.arange(self.blocks + 1)
+        kept, less = self.memory.at_least(Runs.of(every[:, None], every, self.blocks))
         least = np.where(self.allowed, np.minimum(kept, less).min(axis=2), np.inf)
         holding = np.minimum.accumulate(least, axis=0)  # [block, end]: of stages that begin at the block or before it
         return float(max(holding[block, block + 1 :].min() for block in range(self.blocks)))

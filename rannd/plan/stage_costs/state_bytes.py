@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import Offload
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.stage_costs.intervals import Intervals
-from rannd.plan.topology import Counts
+from rannd.plan.topology import Counts, Table
 from rannd.plan.zero import ReplicaBytes, Trained, WholeBytes, held, in_files
 
 
@@ -37,10 +38,14 @@ class StateBytes:
         """``[start, end, number of replicas]``, or one entry for all; each block is a segment."""
         self.fixed = self.held.state + self.held.working
         """The same: of what is held permanently or at a time."""
-        trainable, two = intervals.trainable, intervals.units.two_params
-        self.staying = np.maximum(trainable.whole - trainable.shared - two, 0.0)[:, :, None] * (replicas > 1)
+        self._divided = replicas > 1
+
+    @cached_property
+    def staying(self) -> Table:
         """``[start, end, number of replicas]``: of what is whole in addition, if parameters that replicas divide stay
         whole until the last microbatch; those of a block and the next one are in `held.working`."""
+        trainable, two = self._intervals.trainable, self._intervals.units.two_params
+        return np.maximum(trainable.whole - trainable.shared - two, 0.0)[:, :, None] * self._divided
 
     def of_stage(self, start: int, ends: Sequence[int], replicas: int) -> ReplicaBytes:
         """Return what a replica of one stage holds, whose segments may have several blocks with ZeRO 2 and 3.

@@ -18,7 +18,8 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.run_modes import RunMode, preference_us, runnable_zero
 from rannd.plan.search.bounds import Bounds
 from rannd.plan.search.planner import plan
-from rannd.plan.search.stages import _Frontier, _Partial
+from rannd.plan.search.stages import Choice, Found, _Frontier, _Partial
+from rannd.plan.stage_costs.variant import Variant
 
 PLENTY = 10**15
 
@@ -262,6 +263,18 @@ def test_plans_with_and_without_zero_are_compared_by_what_is_preferred(seed: int
     simulated = planned("auto", ranked=True)
     assert simulated is not None
     assert simulated.bound_us <= simulated.e_us * (1 + 1e-9)
+
+
+def test_plans_of_other_searches_come_after_the_best_of_each() -> None:
+    def choice(us: float, *starts: int) -> Choice:
+        return Choice(Variant("1f1b", 1, "stages"), (0, *starts), (1,) * (1 + len(starts)), us)
+
+    proved, near, far, other = choice(5.0, 3), choice(6.0, 4), choice(7.0, 5), choice(6.5, 2)
+    found = Found(proved, 4.0, False, (proved, far))
+    plain, none = Found(near, 1.0, True, (near, proved, other)), Found(None, math.inf, True)
+    joined = found.with_plans_of([plain, none])
+    assert (joined.choice, joined.bound_us, joined.searched_all) == (proved, 4.0, False), "it alone proves something"
+    assert joined.passed == (proved, near, other, far)
 
 
 def test_the_bound_of_a_plan_that_was_simulated_faster_is_compared_as_its_e_is() -> None:

@@ -47,7 +47,7 @@ def test_no_bound_of_reductions_falls_with_the_number_of_replicas(seed: int, zer
     """Bounds of the search take the smallest number that a stage may have."""
     copying = (0.3, 0.8) if seed % 2 else ()
     shared = _shared(Random(seed), LinkCost(20, 1, 20, 1, *copying))
-    reductions, (starts, ends) = shared.reductions, shared.intervals.runs
+    reductions, (starts, ends, _) = shared.reductions, shared.intervals.runs
     replicas = np.arange(1, 10)
     least, gather = reductions.least(replicas, zero)
     bounds = (*least, gather)
