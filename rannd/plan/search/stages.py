@@ -145,7 +145,8 @@ def best_choice(
     of_tables = known or families(tables)
     bounds: dict[LeastTerms, Bounds] = {}
     for least in dict.fromkeys(each for each, _ in of_tables):
-        for table, us in zip(least.tables, least.alone() if stages in (0, 1) else (), strict=False):
+        alone_too = stages in (0, 1) and least.replicas[-1] == least.world
+        for table, us in zip(least.tables, least.alone() if alone_too else (), strict=False):
             if preference_us(table.variant.zero, us) < (math.inf if best is None else best.preference_us):
                 alone = e_of(table, (0,), (table.world,))
                 if alone is not None and (best is None or alone.preference_us < best.preference_us):

@@ -93,12 +93,10 @@ class Intervals:
         """``[i, j]``: whether there is such a run."""
         self.runs = Runs.of(*np.triu_indices(self.count + 1, 1), self.count)
         """First blocks and ends of all runs, those of the same first block one after the other."""
-        self.forward = self._sums(cost.forward_us for cost in costs)
-        self.backward = self._sums(cost.backward_us for cost in costs)
-        self.weight = self._sums(cost.weight_us for cost in costs)
-        self.adding = self._sums(Size(cost.add_us) for cost in costs)[0]
+        each = [(cost.forward_us, cost.backward_us, cost.weight_us, cost.activation_bytes) for cost in costs]
+        self.forward, self.backward, self.weight, activation = self._sums(zip(*each, strict=True))
+        ((self.adding, *_),) = self._sums([[Size(cost.add_us) for cost in costs]])
         """Time to accumulate a microbatch's parameter gradients."""
-        activation = self._sums(cost.activation_bytes for cost in costs)
         made: list[set[Size]] = [{Size()} for _ in blocks]
         for index, op in enumerate(graph.ops):
             for value in op.outputs:
@@ -116,7 +114,8 @@ class Intervals:
     def delayed(self) -> Table:
         """Bytes that delayed gradients of parameters are computed from; asked for by few schedules."""
         memory, delayed = Memory(self._graph), separable(self._graph)
-        return self._sums(delayed_bytes(memory, block.ops, delayed) for block in self._blocks)
+        found: Table = self._sums([[delayed_bytes(memory, block.ops, delayed) for block in self._blocks]])[0]
+        return found
 
     def largest(self, rows: npt.ArrayLike) -> Table:
         """Return the bytes of the largest value that each run computes, for microbatches of `rows` rows (see `at`)."""
@@ -169,11 +168,12 @@ class Intervals:
     def _zeros(self) -> Table:
         return np.zeros((3, self.count + 1, self.count + 1))
 
-    def _sums(self, sizes: Iterable[Size]) -> Table:
-        """Return the sum over each run of one size per block."""
-        ends = np.zeros((3, self.count + 1))
-        ends[:, 1:] = np.cumsum([[size.c0, size.c1, size.c2] for size in sizes], axis=0).T
-        return np.where(self._inside, ends[:, None, :] - ends[:, :, None], 0.0)
+    def _sums(self, each: Iterable[Sequence[Size]]) -> Table:
+        """Return the sums over each run of some sizes, of which each block has one: ``[which, power, i, j]``."""
+        sizes = np.array([[(size.c0, size.c1, size.c2) for size in of_blocks] for of_blocks in each])
+        ends = np.zeros((len(sizes), 3, self.count + 1))
+        ends[..., 1:] = np.moveaxis(np.cumsum(sizes, axis=1), 1, 2)
+        return np.where(self._inside, ends[..., None, :] - ends[..., :, None], 0.0)
 
     def _values(self, graph: TaskGraph, block_of: dict[int, int]) -> None:
         homes = [block_of[value.producer] if value.producer >= 0 else -1 for value in graph.values]
@@ -218,9 +218,8 @@ class Intervals:
             self.sent[:, : home + 1, home + 1 : behind[-1] + 1] += size
             if value.requires_grad:
                 self.sent_grad[:, : home + 1, home + 1 : behind[-1] + 1] += size
-        self.output = self._sums(outputs)
-        """Outputs of the model that the run computes."""
-        self.output_grad = self._sums(outputs_grad)
+        self.output, self.output_grad = self._sums([outputs, outputs_grad])
+        """Outputs of the model that the run computes; those of them that get gradients."""
 
     def _twice(self, graph: TaskGraph, block_of: dict[int, int], costs: Sequence[BlockCost]) -> Table:
         """Return the bytes of kept values that are counted elsewhere, too, or in another block of the run."""
@@ -328,7 +327,8 @@ class Intervals:
         sizes: dict[tuple[tuple[int, ...], bool, int], int] = defaultdict(int)
         for index, blocks in readers.items():
             param = graph.params[index]
-            sizes[tuple(sorted(blocks)), param.trainable, param.itemsize] += param.bytes
+            several = tuple(blocks) if len(blocks) == 1 else tuple(sorted(blocks))
+            sizes[several, param.trainable, param.itemsize] += param.bytes
         own = np.zeros((5, self.count))
         """What one block reads alone: all, and of trainable ones the four sizes of `trained`."""
         self._own = own[1:3]

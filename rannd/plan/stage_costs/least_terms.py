@@ -76,10 +76,11 @@ class LeastTerms:
         plan of its own. `close`: see `StageMemory.at_least`.
         """
         number, runs = len(self.replicas), self.runs
-        kept, less = self._memory.at_least(runs, close=close)
-        plain = (kept <= self._limit) & ~self._forced()[:, None]
+        fixed = of_runs(self._memory.state.fixed, runs, behind=1)
+        plain, again = (fixed <= self._limit - each for each in self._memory.beside_fixed(runs, close=close))
+        plain &= ~self._forced()[:, None]
         allowed, found = of_runs(self._first.allowed, runs), []
-        for fits in (plain, less <= self._limit):
+        for fits in (plain, again):
             # With more replicas a stage needs no more memory.
             first = fits.argmax(axis=-1) if fits.shape[-1] > 1 else 0  # of one number numpy takes as long
             places = np.where(allowed & fits[..., -1], first, number)

@@ -191,7 +191,14 @@ class StageMemory:
     def at_least(self, runs: Runs, *, close: bool = False) -> tuple[Table, Table]:
         """Return lower bounds of the bytes of a replica without and with recomputing, for any later stages.
 
-        ``[stage, number of replicas]``, or one entry for all numbers.
+        ``[stage, number of replicas]``, or one entry for all numbers. The arguments are those of `beside_fixed`.
+        """
+        fixed = of_runs(self.state.fixed, runs, behind=1)
+        kept, again = self.beside_fixed(runs, close=close)
+        return fixed + kept, fixed + again
+
+    def beside_fixed(self, runs: Runs, *, close: bool = False) -> tuple[Table, Table]:
+        """Return the part of `at_least` that is not the state's (`StateBytes.fixed`).
 
         Args:
             runs: The stages.
@@ -207,7 +214,7 @@ class StageMemory:
         elif close:  # as if all had the fewest microbatches: one number, where others make tables large
             last, others = (self._counts.most(0, used, split=False)[0, ..., -1:].astype(float) for used in (0, 1))
             flying = np.where(runs.ends[..., None] < self._counts.blocks, others, last)
-        border = of_runs(self.state.fixed, runs, behind=1) + those(self._rows.working) + self.late
+        border = those(self._rows.working) + self.late
         border = border + those(self._rows.entering) * flying
         kept, stays = those(self.kept), those(self.stays)
         again = (stays * flying if close else stays) + those(self.kept_apart)

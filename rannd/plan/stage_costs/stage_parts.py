@@ -37,13 +37,11 @@ def stages_of(graph: TaskGraph, blocks: Sequence[Block], parts: Sequence[StagePa
     ops = [sorted(op for block in blocks[part.start : part.end] for op in block.ops) for part in parts]
     found = []
     for part, own, modules in zip(parts, ops, stage_modules(graph, ops), strict=True):
-        divided = part.divided
-        segment_of = {
-            op: bisect_right(divided.ends, place)
-            for place, block in enumerate(blocks[part.start : part.end])
-            for op in block.ops
-        }
+        divided, segment_of = part.divided, {}
         several = len(divided.ends) > 1
+        if several:
+            for place, block in enumerate(blocks[part.start : part.end]):
+                segment_of.update(dict.fromkeys(block.ops, bisect_right(divided.ends, place)))
         found.append(
             Stage(
                 name=stage_name(part.start, part.end),
