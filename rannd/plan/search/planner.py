@@ -157,8 +157,13 @@ def plan(
         ]
 
     limit = float(memory_bytes)
-    needs: list[Need | None] = []
-    """What is configured needs at least, with each of what may be offloaded."""
+    unfit: list[list[StageTables]] = []
+    """Tables of which no plan fits, with each of what may be offloaded."""
+
+    def needs() -> list[Need | None]:
+        """What they need at least, which takes longer to find than a plan."""
+        return [smallest_memory(each, stages=stages) for each in unfit]
+
     for offload in offloads:
         used = [PARAMS_ZERO] if offload.params else zeros
         every = tables(replicas, limit, False, zeros=used, offload=offload)
@@ -174,7 +179,7 @@ def plan(
             near = [best_choice(group, stages=stages, near=_MOST_NEAR, effort=EFFORT) for group in groups]
             found = found.with_plans_of(near)
         if found.choice is None:
-            needs.append(smallest_memory(every, stages=stages))
+            unfit.append(every)
             continue
         make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)
         if not ranked:
@@ -185,11 +190,11 @@ def plan(
         among = candidates(alone, replicas, world, limit, sizes, stages)
         others = alone(replicas, limit, False, schedules=DELAYING) if free else []
         ranking = rank([*best, *among], make, graph, costs, options, partial(alike, others))
-        search = Searched(every, others, needs, stages=stages, counts=counts, coupled=graph.rows_coupled)
+        search = Searched(every, others, needs(), stages=stages, counts=counts, coupled=graph.rows_coupled)
         told = reasons(ranking, search, options, way=way, interleaved=interleaved)
         deployment = replace(ranking.deployment, reasons=told)
         return challenged(job, asked, replace(ranking, deployment=deployment), used)
-    need = _least(*needs)
+    need = _least(*needs())
     params = all(each.params for each in offloads)
     if need is None and (min(zeros) >= 2 or params):
         given, other = f"zero_stage={options.zero_stage}", "zero_stage=1"

@@ -97,10 +97,8 @@ class Intervals:
         self.forward, self.backward, self.weight, activation = self._sums(zip(*each, strict=True))
         ((self.adding, *_),) = self._sums([[Size(cost.add_us) for cost in costs]])
         """Time to accumulate a microbatch's parameter gradients."""
-        made: list[set[Size]] = [{Size()} for _ in blocks]
-        for index, op in enumerate(graph.ops):
-            for value in op.outputs:
-                made[block_of[index]].add(graph.values[value].bytes)
+        ops, values = graph.ops, graph.values
+        made = [{Size(), *(values[each].bytes for op in block.ops for each in ops[op].outputs)} for block in blocks]
         self._made = np.array([(size.c0, size.c1, size.c2) for sizes in made for size in sizes])
         """``[value, power]``: sizes of the different values that blocks compute, block by block,"""
         self._first_made = np.cumsum([0, *map(len, made[:-1])])
@@ -215,9 +213,9 @@ class Intervals:
             self._add_read(self.received, size, home, behind)
             self.inner[:, : home + 1, behind[0] + 1 :] += size
             self._handed.append((home, behind, value.bytes))
-            self.sent[:, : home + 1, home + 1 : behind[-1] + 1] += size
-            if value.requires_grad:
-                self.sent_grad[:, : home + 1, home + 1 : behind[-1] + 1] += size
+            sent = self.sent_grad if value.requires_grad else self.sent
+            sent[:, : home + 1, home + 1 : behind[-1] + 1] += size
+        self.sent += self.sent_grad
         self.output, self.output_grad = self._sums([outputs, outputs_grad])
         """Outputs of the model that the run computes; those of them that get gradients."""
 
