@@ -32,7 +32,9 @@ MOST_MOVING = 5_000
 MOVED_GAIN = 0.01
 """Part of a step that a moved cut has to save: with equal stages a plan is better if costs are others."""
 MOST_ALIKE = 4
-"""Maximum number of these, the fastest, that are simulated under other schedules, too."""
+"""Maximum number of these, the fastest, that are simulated under other schedules, too,"""
+MOST_WORK_ALIKE = 10_000
+"""and maximum of microbatches times stages that are simulated of them, beyond the first."""
 MOST_TOLD = 8
 """Maximum number of alternatives that a deployment lists."""
 
@@ -214,7 +216,7 @@ class _Compared:
         self.played, places = [self.played[place] for place in order], order
         below = (1 - LEAST_GAIN) * self.played[0].step_us
         alike: list[Simulated] = []
-        simulated, best = 0, None
+        simulated, work, best = 0, 0, None
         several = [(place, each) for place, each in zip(places, self.played, strict=True) if place in self._least]
         for number, (place, each) in enumerate(several):
             simulated += not each.at_least
@@ -224,7 +226,9 @@ class _Compared:
                 continue
             for other in others(each.plan):
                 found = Simulated(self._least[place], other, at_least=True)
-                if promising:
+                own = _work(other.choice.variant, other.choice.replicas)
+                if promising and (not work or work + own <= MOST_WORK_ALIKE):
+                    work += own
                     given = self._given(other)
                     least = given.least_us(delays=True)
                     found = Simulated(least, other, at_least=True)

@@ -88,7 +88,9 @@ def challenged(job: VirtualJob, asked: VirtualAsked, ranking: Ranking, zeros: Se
     tried = shapes_of(plans, asked, counts=job.counts, zeros=zeros, allowed=job.replicas)
     if not tried:
         return replace(best, reasons=(*best.reasons, why_one(asked, None, None, devices=plans.world)))
-    step_us = plans.simulated(best, host_us=plans.host_us).step_us
+    step_us = best.step_us
+    if plans.host_us != job.costs.runtime.host_us:
+        step_us = plans.simulated(best, host_us=plans.host_us).step_us
     against = Against(RunMode(best.schedule, best.zero), step_us, ranking.chosen.name)
     found = search(plans, tried, against)
     if found.best is None:
