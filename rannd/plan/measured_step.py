@@ -89,6 +89,10 @@ class RankTimes(msgspec.Struct, frozen=True):
     """Time of a step in which other threads of the rank had the processor that its computations waited for."""
     pack_us: float = 0.0
     """Copying gradients into the buckets that are reduced while it still computes, and beginning to reduce them."""
+    reduced_us: float = 0.0
+    """What reductions make a step longer: that, waiting for them, and what their threads took of computations. 0: not
+    known, as other processes disturbed too many of the steps: what they do to threads, or to ranks that this one waits
+    for, is not known."""
 
     @property
     def handled(self) -> int:

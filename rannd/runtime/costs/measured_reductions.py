@@ -99,8 +99,9 @@ def reductions_took(
         link = (links[1] or links[0]) if between else links[0]
         rounds, moved = sum(each.rounds for each in every), sum(each.nbytes for each in every)
         alone = rounds * link.allreduce_latency_us + moved / link.allreduce_bytes_per_us
-        ranks = [measured.ranks[slot] for slot in slots]
-        waited = min(rank.drain_us + rank.pack_us + rank.beside_us for rank in ranks)
+        waited = min(measured.ranks[slot].reduced_us for slot in slots)
+        if not waited:
+            continue
         wait = [min(each[slot] for slot in slots) for each in simulated]
         if max(waited, wait[FACTORS.index(1.0)]) >= HIDDEN * alone:
             found.append(ReductionsTook(between, rounds, moved, alone * float(np.interp(waited, wait, FACTORS))))

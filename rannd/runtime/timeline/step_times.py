@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from rannd.plan.measured_step import EdgeWaits, RankTimes, StageTimes, Typical
 from rannd.runtime.timeline.recorder import COMPUTING, Doing, Place, StepRow
 
+WAITING, CALM = 0.02, 0.75
+"""Part of a step that computations may wait for processors that other processes have, and part of all steps in which
+they may not wait longer, so that it is known what reductions take."""
+
 
 def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> RankTimes:
     """Return the times of a rank.
@@ -29,6 +33,7 @@ def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> Ran
         waits.append(EdgeWaits(src, dst, int(messages), _middle([_us(row, place) for row in rows])))
     every = {kind: [_all_us(row, kind) for row in rows] for kind in Doing}
     calls, agrees = every[Doing.CALL], every[Doing.AGREE]
+    calm = [row for row in rows if _is_calm(row)]
     sends = statistics.median([_all_count(row, Doing.SEND) for row in rows] or [0])
     return RankTimes(
         slot,
@@ -48,6 +53,7 @@ def rank_times(rows: Sequence[StepRow], slot: int, stages: Sequence[int]) -> Ran
         host_us=_middle([row.host_ns / 1e3 for row in rows]),
         threads_us=_middle([row.delays.get((Doing.CALL, -1), (0, 0))[1] / 1e3 for row in rows]),
         pack_us=_middle(every[Doing.PACK]),
+        reduced_us=_middle([_reduced_us(row) for row in calm]) if len(calm) >= CALM * len(rows) else 0.0,
     )
 
 
@@ -91,6 +97,19 @@ def _delays_us(row: StepRow, place: Place) -> list[float]:
 def _completing(row: StepRow, stage: int) -> Doing:
     """Return which of a stage's computations completes gradients, in which they are packed."""
     return Doing.WEIGHT if _count(row, (Doing.WEIGHT, stage, stage)) else Doing.BACKWARD
+
+
+def _reduced_us(row: StepRow) -> float:
+    """Return what reductions made a step longer."""
+    threads_us = sum(threads for (kind, _), (_, threads) in row.delays.items() if kind in COMPUTING) / 1e3
+    inside_us = sum(threads for (kind, _), (_, threads) in row.delays.items() if kind is Doing.PACK) / 1e3
+    return _all_us(row, Doing.DRAIN) + _all_us(row, Doing.PACK) + max(threads_us - inside_us, 0.0)
+
+
+def _is_calm(row: StepRow) -> bool:
+    """Whether other processes have left the rank its processor."""
+    others_us = sum(others for (kind, _), (others, _) in row.delays.items() if kind in COMPUTING) / 1e3
+    return others_us <= WAITING * _all_us(row, Doing.CALL)
 
 
 def _middle(values: Sequence[float]) -> float:

@@ -39,8 +39,8 @@ def steps(deployment: Deployment, *links: LinkCost, options: PlanOptions) -> Mea
     layout, costs = layout_and_costs(layers(), deployment, *links, overlap=overlap, options=options, runtime=runtime)
     played = predict(deployment.schedule, loss_layout(layout), costs, memory=False)
     ranks = [
-        # A part of what is not hidden is copied into buckets; rank 0 came early, and waits for that, too.
-        RankTimes(slot, 20, (), (), played.step_us, 0, 0, 0, us, us - 30.0 + 500.0 * (not slot), 0, pack_us=30.0)
+        # Rank 0 came early, and waits for that, too.
+        RankTimes(slot, 20, (), (), played.step_us, 0, 0, 0, 0, 0, 0, reduced_us=us + 500.0 * (not slot))
         for slot, us in enumerate(played.drain_us)
     ]
     return MeasuredStep(MEASURED_FORMAT, tuple(ranks))
@@ -118,7 +118,8 @@ def test_nothing_is_said_of_what_nobody_waits_for() -> None:
     options, large = PlanOptions(), layers(400 << 20)
     deployment = deploy(large, 2, partition_num=1)
     hidden = MeasuredStep(
-        MEASURED_FORMAT, tuple(RankTimes(slot, 20, (), (), 1e6, 0, 0, 0, 9e5, 50.0, 0) for slot in range(2))
+        MEASURED_FORMAT,
+        tuple(RankTimes(slot, 20, (), (), 1e6, 0, 0, 0, 9e5, 50.0, 0, reduced_us=50.0) for slot in range(2)),
     )
     quick = LinkCost(10.0, 1000.0, 1.0, 40_000.0)
     assert reductions_took(large, deployment, hidden, (quick, None), options) == []

@@ -72,6 +72,22 @@ def test_gradients_are_packed_within_what_completes_them() -> None:
     assert found.backward == Typical(25.0, 21.5, 0.5)
 
 
+def test_what_reductions_take_is_known_of_steps_that_others_do_not_disturb() -> None:
+    rows = []
+    for number, drain_us in enumerate((50.0, 20.0, 90.0, 30.0, 80.0, 40.0, 60.0, 70.0, 60.0)):
+        took = {(Doing.DRAIN, -1, -1): (1, drain_us), (Doing.PACK, 1, 1): (1, 5.0), (Doing.CALL, -1, -1): (1, 200.0)}
+        made = row(number, took)
+        made.delays = {(Doing.BACKWARD, 1): [4_000, 7_000], (Doing.PACK, 1): [0, 3_000], (Doing.CALL, -1): [0, 99_000]}
+        rows.append(made)
+    assert rank_times(rows, 0, [1]).reduced_us == 60.0 + 5.0 + 4.0
+    for disturbed in (2, 4):
+        rows[disturbed].delays[Doing.BACKWARD, 1][0] = 4_001
+    assert rank_times(rows, 0, [1]).reduced_us == 50.0 + 5.0 + 4.0
+    rows[0].delays[Doing.BACKWARD, 1][0] = 4_001
+    assert rank_times(rows, 0, [1]).reduced_us == 0, "too many were disturbed"
+    assert rank_times([], 0, [1]).reduced_us == 0
+
+
 def test_a_rank_that_has_recorded_nothing_has_its_stages() -> None:
     found = rank_times([], 0, [0, 2])
     assert [(each.stage, each.pieces, each.forward) for each in found.stages] == [(0, 0, Typical()), (2, 0, Typical())]
