@@ -113,6 +113,8 @@ class StepMeasuring:
         self.gathered: list[Callable[[MeasuredStep], None]] = []
         """Called on all ranks when they are, while the cache is connected."""
         self._recorder.forget()
+        if not settings.after:
+            self._recorder.thin_out()
         global _latest
         _latest = self
 
@@ -146,6 +148,7 @@ class StepMeasuring:
                 self._counted = 1  # a rank has recorded none of these steps: the next ones may do
                 return
             self.measured = measured
+            self._recorder.thin_out()
             with self._cache.connected():
                 self._store(measured)
                 for call in self.gathered:

@@ -36,16 +36,19 @@ class DeviceRecorder(HostRecorder):
         """Host's clock minus device's."""
 
     def begin(self) -> Mark:
-        return mark(self._device)
+        return None if self._skips else mark(self._device)
 
     def end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: Mark) -> None:
+        if begun is None:
+            return
         assert isinstance(begun, torch.Event)
         self._row.pending += 1
         self._issued.append((self._row, kind, src, dst, action, begun, mark(self._device)))
 
     def begin_step(self, number: int) -> None:
         super().begin_step(number)
-        self._bases.append((self._row, mark(self._device)))
+        if not self._skips:
+            self._bases.append((self._row, mark(self._device)))
         self._take()
 
     def settle(self) -> None:

@@ -12,6 +12,8 @@ from rannd.runtime.timeline.recorder import COMPUTING, WAITING, Doing, Mark, Ste
 
 ROWS = 128
 """Steps whose sums are kept."""
+THINNED = 16
+"""One in so many is recorded of those that nobody waits for: in short steps recording takes some hundredths of it."""
 
 Event = tuple[Doing, Action | None]
 
@@ -30,6 +32,8 @@ class HostRecorder(StepRecorder):
         """When what is going on began."""
         self._inside: list[tuple[int, int]] = []
         """Begin, and own nanoseconds, of computations and waits since the last call ended."""
+        self._thin = self._skips = False
+        """Whether not all steps are recorded, and whether this one is not."""
 
     def begin(self) -> Mark:
         return self.begin_on_host()
@@ -39,6 +43,8 @@ class HostRecorder(StepRecorder):
         self._end(kind, src, dst, action, begun)
 
     def begin_on_host(self) -> int:
+        if self._skips:
+            return 0
         now = self._clock.moment()
         self._begun[now.ns] = now
         return now.ns
@@ -50,6 +56,8 @@ class HostRecorder(StepRecorder):
 
     def _end(self, kind: Doing, src: int, dst: int, action: Action | None, begun: int) -> int:
         """Record what ends now, and how long of it the thread waited for a processor; returns the moment."""
+        if self._skips:
+            return 0
         now = self._clock.moment()
         before = self._begun.pop(begun, None)
         end = now.ns
@@ -88,11 +96,18 @@ class HostRecorder(StepRecorder):
         self._begun.clear()  # of what an error has ended
         self._inside.clear()
         self._row = StepRow(number, now)
+        self._skips = self._thin and number % THINNED != 0
 
     def forget(self) -> None:
         self._rows.clear()
+        self._thin = False
+
+    def thin_out(self) -> None:
+        self._thin = self._ring is None
 
     def count_step(self) -> None:
+        if self._skips:
+            return
         self._row.counted = True
         self._rows.append(self._row)
 

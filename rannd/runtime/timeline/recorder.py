@@ -123,6 +123,9 @@ class StepRecorder:
     def forget(self) -> None:
         """Drop what is known of steps: those that follow are of another deployment."""
 
+    def thin_out(self) -> None:
+        """From the next step on, record one in several, unless each action is recorded: what was asked is known."""
+
     def begin_step(self, number: int) -> None:
         """Begin the row of a step, which ends the one before; what is recorded from now on belongs to it."""
 

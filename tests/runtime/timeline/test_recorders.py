@@ -213,3 +213,26 @@ def test_times_of_a_device_are_told_on_the_clock_of_the_host(gpu: DeviceRecorder
         for doing, _, begin, end in events:
             if doing is Doing.FORWARD:
                 assert begins[number] - 1_000_000 <= begin <= end <= ends[number] + 1_000_000
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_steps_that_nobody_waits_for_are_thinned_out(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_recorder, "THINNED", 4)
+    recorder = HostRecorder(full=full)
+    step(recorder, 0)
+    recorder.begin_step(1)
+    mark = recorder.begin()
+    recorder.thin_out()
+    recorder.end(Doing.FORWARD, 0, 0, F0, mark)
+    recorder.count_step()
+    for number in range(2, 10):
+        step(recorder, number)
+    recorder.begin_step(10)
+    told = [row.number for row in recorder.rows()]
+    assert told == ([*range(10)] if full else [0, 1, 4, 8]), "this step goes on, and one with all actions is all there"
+    assert all(row.sums[Doing.FORWARD, 0, 0][0] for row in recorder.rows())
+    recorder.forget()
+    for number in range(11, 13):
+        step(recorder, number)
+    recorder.begin_step(13)
+    assert [row.number for row in recorder.rows()] == [11, 12], "of another deployment"
