@@ -436,7 +436,7 @@ def tracing(rounds: int, steps: int) -> None:
         recorder = sides[mode][1]
         row = recorder.rows()[-1]
         events = sum(count for count, _ in row.sums.values())
-        recorder.begin_step(-2)
+        recorder.begin_step(0)  # one that is recorded, as the first ones are
         turns = 20_000
         start = time.process_time()
         for _ in range(turns):

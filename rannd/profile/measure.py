@@ -28,9 +28,9 @@ from rannd.device.timing import Sample, Stamp, spans
 from rannd.errors import ProfileError
 from rannd.graph.fx.ir import Size
 from rannd.graph.partition.cut import Part, crossing_shape
+from rannd.graph.partition.failing_op import failing_op
 from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
-from rannd.profile.failing_op import failing_op
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.profile.points import Measured, Point
 from rannd.profile.samples import RowSamples, Turn
@@ -349,7 +349,8 @@ def _cannot(
         advice = "; this part of the model alone needs more memory than the device has: use smaller mini-batches"
     else:
         inputs = [sample.value(node, rows) for node in part.inputs]
-        where = failing_op(part, [*inputs, *tensors.values(), *part.numbers_at(rows)])
+        where = failing_op(part.module, [*inputs, *tensors.values(), *part.numbers_at(rows)])
+        where = f"{where}: " if where else ""
         advice = (
             ". If the same call fails without RaNNCModule, fix the call: check types, shapes and values of its tensors"
         )

@@ -13,12 +13,15 @@ from torch.fx import Node
 
 from rannd.device.action_clock import ActionClock
 from rannd.device.generators import States, drawing_from, other_states, seeded
+from rannd.device.identity import is_accelerator
 from rannd.errors import AuditError
 from rannd.graph.fx.aliasing import is_leaf
+from rannd.graph.partition.failing_op import tell_op
 from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.plan.schedule.program import ActionKind
 from rannd.plan.zero import LEAST_OFFLOADED
+from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.audit.differences import Measure
 from rannd.runtime.binding.bound_graph import BoundGraph, BoundStage
 from rannd.runtime.binding.microbatches import piece_seed
@@ -412,7 +415,12 @@ class Computing:
                     queue = WeightQueue()
                     step.delayed.setdefault((piece, self._stage.number), []).append(queue)
                     module, arguments = half.module, [*arguments, queue]
-                values = self._finite.run(module, arguments)
+                try:
+                    values = self._finite.run(module, arguments)
+                except Exception as exc:
+                    if not is_accelerator(self._world.device) and not is_out_of_memory(exc):
+                        tell_op(exc, module, arguments)
+                    raise
         return dict(zip(part.outputs, values, strict=True)), after
 
     def _random(self, step: Step, piece: int, begin: States | None) -> AbstractContextManager[States]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import struct
 import sys
@@ -322,6 +323,9 @@ def test_a_process_alone_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(IndexError) as found:
         model(torch.tensor([1, 9]))
     assert "this was rank 0, step 1, stage 0, microbatch 0, action F0 (forward)" in "".join(found.value.__notes__)
+    assert re.fullmatch(
+        r"index out of range in self \(aten::embedding in module table, .*test_detector\.py:\d+\)", str(found.value)
+    )
     assert model(torch.tensor([1, 3])).shape == (2, 4)
 
 
