@@ -355,7 +355,8 @@ def test_a_part_that_does_not_run_is_named() -> None:
     sample.arguments = {**sample.arguments, ids: (torch.full((4,), 99), True)}
     with pytest.raises(
         ProfileError,
-        match=r"Whole cannot be measured with 4 rows on cpu: aten::embedding in module table, .*test_measure.py:\d+: IndexError: index out",
+        match="Whole cannot be measured with 4 rows on cpu: aten::embedding in module table, "
+        r".*test_measure.py:\d+: IndexError: index out",
     ):
         measure_alone(whole(graph), sample, (4,))
 

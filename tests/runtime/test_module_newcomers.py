@@ -139,7 +139,8 @@ def test_tensors_without_values_are_told_at_any_call() -> None:
             lambda: Model(lambda m, x: m.layer(m.table(x))),
             (torch.full((4, 2), 50),),
             ProfileError,
-            "aten::embedding in module table, .*: IndexError: index out of range.*the same call fails without RaNNCModule",
+            "aten::embedding in module table, .*: IndexError: index out of range.*"
+            "the same call fails without RaNNCModule",
         ),
     ],
     ids=["lazy", "numbers", "numpy", "width", "types", "index"],
