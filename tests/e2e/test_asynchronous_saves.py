@@ -21,7 +21,8 @@ LOGGED = rf"\[error\] {FAILED}"
 # -- the last one fails ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["end", pytest.param("exit", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["end", "exit"])
 def test_a_job_whose_last_save_failed_ends_with_a_code_and_the_reason(job: Job, tmp_path: Path, what: str) -> None:
     output = job.run("rannc-run", "-np", "2", LAST, what, str(tmp_path), code=8, **HALVES)
     assert len(re.findall(LOGGED, output)) == 1, output

@@ -17,7 +17,7 @@ PROGRAM = "tests/e2e/programs/branches.py"
         pytest.param("differs_at_once", "2", "chosen (Chosen)", marks=pytest.mark.long),
         pytest.param("differs_later", "1", "chosen (Chosen)", marks=pytest.mark.long),
         pytest.param("loops", "1", "the model (Loop)", marks=pytest.mark.long),
-        ("without_rows", "1", None),
+        pytest.param("without_rows", "1", None, marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_branch_differently_run_one_operator(job: Job, what: str, stages: str, operator: str | None) -> None:

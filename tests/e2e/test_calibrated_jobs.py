@@ -9,6 +9,7 @@ import pytest
 from job import FROM_CACHE, PLANNED, Job
 from job_cache import LEARNING as PLAN
 from job_cache import in_cache, keys_of
+from thinned import first
 
 from rannd.daemon.client.cache import Client
 from rannd.plan.deployment import decode
@@ -139,7 +140,7 @@ def test_what_reductions_took_is_learned(job: Job, monkeypatch: pytest.MonkeyPat
     in_cache(job, monkeypatch, look)
 
 
-@pytest.mark.parametrize("setting", ["RANNC_CHECK_NAN", "RANNC_VERIFY_RECOMP"])
+@pytest.mark.parametrize("setting", first(1, ["RANNC_CHECK_NAN", "RANNC_VERIFY_RECOMP"]))
 def test_nothing_is_learned_while_rannd_looks_at_all_values(job: Job, setting: str) -> None:
     job.run("rannc-cache", "clear")
     value = "all" if setting == "RANNC_CHECK_NAN" else "true"

@@ -12,7 +12,7 @@ PROGRAM = str(ROOT / "tests" / "e2e" / "programs" / "calls.py")
 @pytest.mark.parametrize(
     ("ranks", "stages", "microbatches", "schedule"),
     [
-        (1, 1, 2, "1f1b"),
+        pytest.param(1, 1, 2, "1f1b", marks=pytest.mark.long),
         pytest.param(2, 1, 1, "1f1b", marks=pytest.mark.long),
         pytest.param(2, 2, 2, "1f1b", marks=pytest.mark.long),
         (3, 2, 2, "1f1b"),

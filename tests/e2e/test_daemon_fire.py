@@ -128,7 +128,8 @@ def test_a_daemon_frozen_before_the_start_costs_one_warning(job: Job, uncached: 
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param(each, marks=pytest.mark.full if "reached" in each else ()) for each in MOMENTS]
+    "moment",
+    [pytest.param(each, marks=pytest.mark.full if "reached" in each else pytest.mark.long) for each in MOMENTS],
 )
 def test_a_killed_daemon_is_replaced_without_a_word(
     job: Job, uncached: list[str], fresh: DaemonPaths, moment: str

@@ -16,12 +16,17 @@ LATE = {"RANNC_TRANSPORT": "strict", "RANNC_PIPELINE_NUM": "2"}
 @pytest.mark.parametrize(
     ("ranks", "kind", "variables"),
     [
-        (1, "plain", {"RANNC_PARTITION_NUM": "1"}),
         (2, "clipped", {"RANNC_PARTITION_NUM": "2"}),
         (2, "scaled", {"RANNC_PARTITION_NUM": "2"}),
-        (2, "plain", {"RANNC_PARTITION_NUM": "1"}),
-        (2, "delayed", {"RANNC_PARTITION_NUM": "2"}),
-        (3, "clipped", {"RANNC_PARTITION_NUM": "2", "RANNC_INTERLEAVE_LOSS": "false"}),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                (1, "plain", {"RANNC_PARTITION_NUM": "1"}),
+                (2, "plain", {"RANNC_PARTITION_NUM": "1"}),
+                (2, "delayed", {"RANNC_PARTITION_NUM": "2"}),
+                (3, "clipped", {"RANNC_PARTITION_NUM": "2", "RANNC_INTERLEAVE_LOSS": "false"}),
+            ]
+        ),
     ],
 )
 def test_a_steady_step_reads_the_device_once(job: Job, ranks: int, kind: str, variables: dict[str, str]) -> None:

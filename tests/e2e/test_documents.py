@@ -13,13 +13,20 @@ from stand_ins import install, install_forking
 
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```sh\n" in page.read_text()]
 
+FEW = ("README.md", "tutorial.md", "checkpoints.md", "launching.md")
+"""Those of `make test`; `make test-long` reads the others."""
+
 
 def blocks(page: Path) -> list[str]:
     return re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page if page.name in FEW else pytest.param(page, marks=pytest.mark.long) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_commands_run(job: Job, page: Path, tmp_path: Path) -> None:
     """In a folder with the examples, and with the tutorial as ``train.py``; srun, docker and the like are stand-ins.
 

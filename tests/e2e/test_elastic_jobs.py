@@ -207,6 +207,7 @@ def test_a_host_file_that_is_half_written_changes_nothing(training: Training) ->
     assert "the job goes on with the hosts that it had" in output
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_the_next_run_goes_on(training: Training) -> None:
     process = training.start("-np", "2", pause_s=0.5)
     deadline = time.monotonic() + LONG_S

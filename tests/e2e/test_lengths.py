@@ -17,14 +17,14 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
     ("ranks", "words", "settings"),
     [
         (2, "inside few", {}),
-        (3, "outside branch", {}),
-        (2, "outside", STAGES),
         (2, "inside apart large cut", PIPELINE),
-        (4, "inside apart uneven", {**PIPELINE, "RANNC_TRANSPORT": "strict"}),
-        (2, "outside apart", {"RANNC_ZERO_STAGE": "3"}),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in [
+                (3, "outside branch", {}),
+                (2, "outside", STAGES),
+                (4, "inside apart uneven", {**PIPELINE, "RANNC_TRANSPORT": "strict"}),
+                (2, "outside apart", {"RANNC_ZERO_STAGE": "3"}),
                 (3, "outside apart", {**PIPELINE, "RANNC_PARTITION_NUM": "3"}),
                 (4, "inside apart uneven", {**PIPELINE, "RANNC_ZERO_STAGE": "2"}),
                 (2, "inside apart few", {**PIPELINE, "RANNC_OFFLOAD_ACTIVATIONS": "true"}),

@@ -47,6 +47,7 @@ def check_steps(output: str, sides: set[str]) -> None:
     assert re.search(r"^rannd's plan: \d stages?: ", output, re.M), output
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_rannd_is_compared_with_a_peer(job: Job) -> None:
     output = steps(job, "tutorial", "ddp")

@@ -28,9 +28,8 @@ def uneven(job: Job) -> Callable[[], None]:
     return make
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param("plain", marks=pytest.mark.long), "accumulate", pytest.param("both", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["plain", "accumulate", "both"])
 def test_a_training_goes_on_with_a_better_plan_as_if_it_had_been_there(
     job: Job, uneven: Callable[[], None], way: str
 ) -> None:

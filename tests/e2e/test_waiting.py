@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from job import ROOT, Job
+from thinned import first
 
 pytestmark = pytest.mark.ranks
 
@@ -18,26 +19,29 @@ SOON = {"RANNC_WAIT_NOTICE_S": "1"}
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.long), "2"])
 @pytest.mark.parametrize(
     ("what", "level", "text"),
-    [
-        (
-            "state_dict",
-            "warning",
-            r"rank 0 waits for rank 1 in state_dict at waiting.py:\d+; rank 1 is in your code at waiting.py:LINE; "
-            "state_dict is collective: all ranks have to call it; rank 0 gets the state",
-        ),
-        (
-            "connect",
-            "warning",
-            r"rank 0 waits for other ranks to connect in RaNNCModule at waiting.py:\d+: each of the 2 ranks has to "
-            r"create a RaNNCModule \(or call another collective function of pyrannc\)",
-        ),
-        (
-            "tracing",
-            "info",
-            r"rank 1 waits for rank 0 in forward at waiting.py:\d+; "
-            r"rank 0 works in forward at waiting.py:LINE \(tracing\)",
-        ),
-    ],
+    first(
+        1,
+        [
+            (
+                "state_dict",
+                "warning",
+                r"rank 0 waits for rank 1 in state_dict at waiting.py:\d+; rank 1 is in your code at waiting.py:LINE; "
+                "state_dict is collective: all ranks have to call it; rank 0 gets the state",
+            ),
+            (
+                "connect",
+                "warning",
+                r"rank 0 waits for other ranks to connect in RaNNCModule at waiting.py:\d+: each of the 2 ranks has to "
+                r"create a RaNNCModule \(or call another collective function of pyrannc\)",
+            ),
+            (
+                "tracing",
+                "info",
+                r"rank 1 waits for rank 0 in forward at waiting.py:\d+; "
+                r"rank 0 works in forward at waiting.py:LINE \(tracing\)",
+            ),
+        ],
+    ),
 )
 def test_a_wait_is_told_once_and_is_no_failure(
     job: Job, tmp_path: Path, what: str, level: str, text: str, stages: str

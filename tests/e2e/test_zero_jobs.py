@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from job import Job
+from thinned import first
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = pytest.mark.ranks
@@ -34,7 +35,7 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "zero"),
-    [(3, 2, 1), (4, 2, 1), (2, 1, 2), (3, 1, 2), (4, 2, 2), (2, 1, 3), (3, 1, 3), (4, 2, 3)],
+    first(3, [(3, 2, 1), (2, 1, 2), (4, 2, 3), (4, 2, 1), (3, 1, 2), (4, 2, 2), (2, 1, 3), (3, 1, 3)]),
 )
 def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(zero, stages))
@@ -52,7 +53,7 @@ def test_a_checkpoint_goes_on_under_any_plan(job: Job, saved: Path, ranks: int, 
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
 
 
-@pytest.mark.parametrize(("ranks", "stages", "zero"), [(2, 1, 1), (2, 1, 3), (3, 2, 1)])
+@pytest.mark.parametrize(("ranks", "stages", "zero"), first(1, [(3, 2, 1), (2, 1, 1), (2, 1, 3)]))
 def test_state_that_is_elsewhere_between_steps(
     job: Job, saved: Path, tmp_path: Path, ranks: int, stages: int, zero: int
 ) -> None:
@@ -76,7 +77,7 @@ def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "zero"), [(2, 1, 0), (2, 1, 1), (3, 1, 2), (4, 2, 2), (2, 1, 3), (4, 2, 3)]
+    ("ranks", "stages", "zero"), first(3, [(2, 1, 0), (4, 2, 2), (2, 1, 3), (2, 1, 1), (3, 1, 2), (4, 2, 3)])
 )
 def test_what_scripts_do_with_gradients(job: Job, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, "tests/e2e/programs/sharded_gradients.py", **_plan(zero, stages))

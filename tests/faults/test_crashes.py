@@ -35,7 +35,8 @@ def loaded(folder: Path) -> int | None:
     return step
 
 
-@pytest.mark.parametrize("way", ["exchange", pytest.param("two renames", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["exchange", "two renames"])
 def test_the_last_acknowledged_checkpoint_survives_a_power_cut(tmp_path: Path, way: str) -> None:
     root, log, data = tmp_path / "disk", tmp_path / "log", tmp_path / "data"
     root.mkdir()

@@ -14,7 +14,7 @@ from faults.faulty import run
 @pytest.mark.parametrize(
     ("program", "way"),
     [
-        ("failing_saves.py", {}),
+        pytest.param("failing_saves.py", {}, marks=pytest.mark.long),
         pytest.param("failing_saves.py", {"FAULTS_NO_EXCHANGE": "1"}, marks=pytest.mark.long),
         ("failing_exports.py", {}),
     ],

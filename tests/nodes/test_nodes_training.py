@@ -72,7 +72,8 @@ def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network
     assert " Plan: " not in third
 
 
-@pytest.mark.parametrize("own_on_loopback", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("own_on_loopback", [False, True])
 def test_a_script_for_torchrun(network: Callable[..., Network], own_on_loopback: bool) -> None:
     a, _ = network(2, own_on_loopback=own_on_loopback).made
     script = str(PROGRAM.with_name("own_group.py"))

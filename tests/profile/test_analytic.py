@@ -167,12 +167,18 @@ TOLD = {  # how many times too much
 }  # fmt: skip
 UNDER = 0.95
 FEW = ("gpt2", "resnet", "mamba", "u-net", "t5", "nn.Transformer")
-"""Of these in `make test`."""
+"""Of these in CI,"""
+QUICK = ("gpt2", "u-net")
+"""and in `make test`."""
+
+
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in QUICK else (pytest.mark.long,) if name in FEW else (pytest.mark.full,)
 
 
 @pytest.mark.parametrize(
     "entry",
-    [pytest.param(entry, marks=() if entry.name in FEW else pytest.mark.full) for entry in ZOO if entry.name in TOLD],
+    [pytest.param(entry, marks=marks_of(entry.name)) for entry in ZOO if entry.name in TOLD],
     ids=str,
 )
 def test_kept_bytes_are_hardly_ever_too_few(entry: object) -> None:

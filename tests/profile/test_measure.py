@@ -290,7 +290,10 @@ def _measure_with_little_memory(_: int, file: str, rows: tuple[int, ...], width:
 
 @pytest.mark.parametrize(
     ("rows", "few", "many"),
-    [((2, 64), 4, 31), *(pytest.param(rows, 4, 31, marks=pytest.mark.full) for rows in ((64,), (64, 256)))],
+    [
+        pytest.param((2, 64), 4, 31, marks=pytest.mark.long),
+        *(pytest.param(rows, 4, 31, marks=pytest.mark.full) for rows in ((64,), (64, 256))),
+    ],
 )
 def test_memory_that_runs_out_is_a_bound(rows: tuple[int, ...], few: int, many: int, tmp_path: Path) -> None:
     mp.spawn(_measure_with_little_memory, (str(tmp_path / "cost"), rows, 2048, 750))

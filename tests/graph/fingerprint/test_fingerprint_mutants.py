@@ -26,7 +26,9 @@ def components(recipe: Recipe, rows: int = 3) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((name, text) for name, text in found.components.items() if name != "tracer"))
 
 
-@pytest.mark.parametrize("mutants", [1000, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "mutants", [200, pytest.param(1000, marks=pytest.mark.long), pytest.param(10_000, marks=pytest.mark.full)]
+)
 def test_changes_have_fingerprints_of_their_own(mutants: int) -> None:
     gc.collect()
     gc.freeze()  # a collection every few models would look at all of torch

@@ -18,6 +18,13 @@ TRUE_FLOPS = 0.02
 SHOWN = ("gpt2", "mixtral", "t5", "swin", "resnet", "clip", "mamba", "lstm", "u-net", "siamese", "BatchNorm", "rwkv",
          "codebook")  # fmt: skip
 LATER = ("llama", "bert", "bart", "vit", "whisper", "nn.Transformer")
+LONG = ("t5", "swin", "resnet", "clip", "mixtral")
+
+
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.full,) if name in LATER else (pytest.mark.long,) if name in LONG else ()
+
+
 MORE_THAN_TRUE = {"rwkv": {"aten::select.int"}, "codebook": {"_operator.getitem"}}
 """Operators whose results are said to have a gradient, and have none: views of a tensor that is written into later,
 before that; one of several results of an operator that has none. To take a gradient for possible costs a few bytes; to
@@ -26,11 +33,7 @@ miss one would lose it."""
 
 @pytest.mark.parametrize(
     "entry",
-    [
-        pytest.param(entry, marks=[pytest.mark.full] if entry.name in LATER else [])
-        for entry in ZOO
-        if entry.name in SHOWN + LATER
-    ],
+    [pytest.param(entry, marks=marks_of(entry.name)) for entry in ZOO if entry.name in SHOWN + LATER],
     ids=str,
 )
 def test_bytes_gradients_and_flops_are_true(entry: object) -> None:

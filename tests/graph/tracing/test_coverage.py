@@ -32,7 +32,8 @@ FEW = {
 """Those that CI looks at: they have all operators of the zoo."""
 SLOW = {
     "informer", "big bird", "wav2vec2", "longt5, global", "clip", "longformer", "xlnet", "deberta-v2", "bloom",
-    "qwen2-moe", "olmoe", "mbart", "siglip", "segformer",
+    "qwen2-moe", "olmoe", "mbart", "siglip", "segformer", "rwkv", "mobilenet-v2", "deberta", "vit", "beit", "regnet",
+    "distilbert", "t5", "swin", "patchtst", "autoencoder", "generator", "einsum attention", "checkpointed",
 }  # fmt: skip
 """Of these, those that `make test-long` looks at."""
 

@@ -44,7 +44,13 @@ FEW = {
     "gpt2", "mixtral", "mamba", "bert, pairs", "big bird", "t5", "vit", "swin", "clip", "whisper", "gru, both ways",
     "siamese", "u-net",
 }  # fmt: skip
-"""Those that are looked at in every run of the tests."""
+"""Those that CI looks at."""
+QUICK = {"gpt2", "mamba", "vit", "gru, both ways", "siamese", "u-net"}
+"""Of these, those of `make test`."""
+
+
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in QUICK else (pytest.mark.long,) if name in FEW else (pytest.mark.full,)
 
 
 def test_names_are_of_the_zoo() -> None:
@@ -66,9 +72,7 @@ def test_outputs_and_gradients_are_numbers(entry: Entry) -> None:
     assert not any(each.isnan().any() for each in [*found, *gradients] if isinstance(each, torch.Tensor))
 
 
-@pytest.mark.parametrize(
-    "entry", [pytest.param(e, marks=() if e.name in FEW else pytest.mark.full) for e in ZOO], ids=str
-)
+@pytest.mark.parametrize("entry", [pytest.param(e, marks=marks_of(e.name)) for e in ZOO], ids=str)
 def test_samples(entry: Entry) -> None:
     """Coupled where they are; otherwise pieces give the outputs and gradients of the whole, and so does each value."""
     with entry.precision():

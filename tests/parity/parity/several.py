@@ -70,4 +70,4 @@ SEVERAL = [
 ]
 """All of them."""
 SOME_OF_SEVERAL = SEVERAL[::3]
-"""Those of `make test`."""
+"""Those of `make test` and `make test-long`."""

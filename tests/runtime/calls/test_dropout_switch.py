@@ -104,10 +104,14 @@ ALIKE = ("by name", "channels", "alpha")
 """Ways to write dropout that the others stand for, but in `make test-full`."""
 
 
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.full,) if name in ALIKE else (pytest.mark.long,) if name == "transformer" else ()
+
+
 @pytest.mark.parametrize(
     ("name", "gradients"),
     [
-        *(pytest.param(name, True, marks=[pytest.mark.full] if name in ALIKE else []) for name in MODELS),
+        *(pytest.param(name, True, marks=marks_of(name)) for name in MODELS),
         pytest.param("transformer", False, marks=pytest.mark.long),
     ],
 )

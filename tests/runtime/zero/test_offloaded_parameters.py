@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import first
 from torch import nn
 
 import pyrannc
@@ -84,7 +85,9 @@ def _equal(one: Any, other: Any) -> bool:
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("offload_optimizer", ["false", "true"])
 @pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize(("name", "settings"), [("AdamW", {}), ("SGD", {"momentum": 0.9}), ("Adam", {"fused": True})])
+@pytest.mark.parametrize(
+    ("name", "settings"), first(1, [("AdamW", {}), ("SGD", {"momentum": 0.9}), ("Adam", {"fused": True})])
+)
 def test_steps_equal_those_of_a_plain_model(
     monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any], calls: int, offload_optimizer: str
 ) -> None:
