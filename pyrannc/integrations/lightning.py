@@ -30,6 +30,8 @@ class RaNNCStrategy(DDPStrategy):
     Args:
         module: Name of the module in the LightningModule, as ``named_modules()`` has it; by default its only child
             with parameters.
+        outputs: As of `RaNNCModule`. "all" is for a training_step that reads large outputs of a module that returns a
+            loss, too.
 
     Raises:
         UsageError: Some parameters are outside of the module, or there are several optimizers.
@@ -37,8 +39,9 @@ class RaNNCStrategy(DDPStrategy):
 
     strategy_name = "rannc"
 
-    def __init__(self, module: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, module: str | None = None, outputs: str = "auto", **kwargs: Any) -> None:
         super().__init__(cluster_environment=_Ranks(), **kwargs)
+        self._outputs = outputs
         self._given_name = self._module_name = module
         self.wrapper: pyrannc.RaNNCModule | None = None
         """The partitioned module, once a stage of the Trainer was set up."""
@@ -113,7 +116,7 @@ class RaNNCStrategy(DDPStrategy):
                 )
             optimizer = self.optimizers[0]
         scaler = getattr(self.precision_plugin, "scaler", None) if optimizer is not None else None
-        self.wrapper = pyrannc.RaNNCModule(module, optimizer, outputs="all", scaler=scaler)
+        self.wrapper = pyrannc.RaNNCModule(module, optimizer, outputs=self._outputs, scaler=scaler)
         self._trains = optimizer is not None
         lightning_module.set_submodule(name, self.wrapper)
 

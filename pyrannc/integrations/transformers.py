@@ -71,7 +71,8 @@ class RaNNCTrainer(transformers.Trainer):
         if self._wrapper is None:
             assert isinstance(self.model, nn.Module)
             # What the script computes its loss of is not known to the model's graph.
-            outside = self.label_smoother is not None or self.compute_loss_func is not None
+            own = type(self).compute_loss is not transformers.Trainer.compute_loss
+            outside = own or self.label_smoother is not None or self.compute_loss_func is not None
             self._wrapper = pyrannc.RaNNCModule(
                 self.model,
                 getattr(self.optimizer, "optimizer", self.optimizer) if training else None,

@@ -32,7 +32,7 @@ class NotSent(Valueless, torch.Tensor):  # type: ignore[misc]
         found._told = (
             f"{place} of the model, {dtype} {tuple(shape)}, was not sent to this rank: in training, large outputs "
             'besides the loss stay where they are computed. Wrap the model with RaNNCModule(..., outputs="all") to '
-            "have them sent, or read them in eval mode"
+            'have them sent (with Lightning: RaNNCStrategy(outputs="all")), or read them in eval mode'
         )
         return found
 

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from yardstick import raises
 
 import pyrannc
-from pyrannc.integrations.lightning import RaNNCMetrics
-from rannd.errors import UsageError
+from pyrannc.integrations.lightning import RaNNCMetrics, RaNNCStrategy
+from rannd.errors import StepError, UsageError
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -79,6 +79,33 @@ class Two(Net):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(WIDTH, WIDTH)
+
+
+class Large(nn.Module):
+    """Returns its loss, and what is too large to be sent unasked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH, dtype=DTYPE), nn.Linear(WIDTH, 9000, dtype=DTYPE)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        large = self.last(self.first(inputs).tanh())
+        return large.square().mean(), large
+
+
+class Reads(Net):
+    """Reads a large output beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Large()  # type: ignore[assignment]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss, large = self.net(batch[0])
+        self.log("loss", loss)
+        self.found.append(("large", large.detach().mean()))
+        return loss  # type: ignore[no-any-return]
 
 
 class Notes(Callback):
@@ -150,9 +177,24 @@ def parity() -> None:
     compare(ours, fit("ddp"))
     assert isinstance(ours[0].net, pyrannc.RaNNCModule)
     if WAY == "parity":
+        large_outputs()
         raises(
             UsageError, "has parameters in 2 of its modules", lambda: trainer("rannc", FOLDER).fit(Two(), loader(8, 1))
         )
+
+
+def large_outputs() -> None:
+    """Are sent to who reads them if that is asked for."""
+    folder = FOLDER / "large"
+    told = 'with Lightning: RaNNCStrategy(outputs="all")'
+    raises(StepError, told, lambda: trainer("rannc", folder).fit(Reads(), loader(10 * GLOBAL, 1)))
+    found = []
+    for strategy in (RaNNCStrategy(outputs="all"), "ddp"):
+        net = Reads()
+        trainer(strategy, folder).fit(net, loader(10 * GLOBAL, 1))
+        found.append(torch.stack([value for what, value in net.found if what == "large"]))
+    assert len(found[0]) == 10
+    torch.testing.assert_close(*found, rtol=SHOWN, atol=SHOWN)
 
 
 def resume() -> None:

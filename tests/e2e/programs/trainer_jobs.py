@@ -1,11 +1,12 @@
 """Hugging Face's Trainer with a partitioned model, compared with Trainer under DistributedDataParallel.
 
-usage: trainer_jobs.py {parity|smoothed|adapters|bfloat16|best} FOLDER
+usage: trainer_jobs.py {parity|smoothed|own|adapters|bfloat16|best} FOLDER
        trainer_jobs.py resume FOLDER {RaNNCTrainer|Trainer}
        trainer_jobs.py models FOLDER NAME..
 
 parity    20 steps in doubles: accumulation, clipping, a schedule of the learning rate, evaluation, checkpoints
 smoothed  the same with smoothed labels: the script computes the loss, of all logits
+own       a few steps with a compute_loss of the script's own, of large logits
 adapters  the same with LoRA adapters of PEFT, which alone are trained and saved
 bfloat16  five steps under autocast
 best      evaluation before training, metrics of predictions, the best model at the end, and a second training
@@ -35,7 +36,7 @@ from pyrannc.integrations.transformers import RaNNCTrainer
 
 RANK, SIZE = pyrannc.get_rank(), pyrannc.get_world_size()
 WAY, FOLDER = sys.argv[1], Path(sys.argv[2])
-TOKENS, GLOBAL = 64, 8
+TOKENS, GLOBAL = 1024 if WAY == "own" else 64, 8
 
 
 class Texts(Dataset[dict[str, Tensor]]):
@@ -103,7 +104,7 @@ def trained(
     trainer = kind(model=model, args=given, train_dataset=train, eval_dataset=test, **told)
     with contextlib.redirect_stdout(None):
         trainer.train(resume_from_checkpoint=resume or None)
-    whole = trainer.model_wrapped if kind is RaNNCTrainer else trainer.model
+    whole = trainer.model_wrapped if issubclass(kind, RaNNCTrainer) else trainer.model
     return trainer, trainer.state.log_history, whole.state_dict()
 
 
@@ -225,6 +226,20 @@ def best() -> None:
             assert abs(ours[name] - theirs[name]) < 1e-6, (name, told)
 
 
+def own() -> None:
+    def compute_loss(self: Trainer, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
+        loss: Tensor = model(**inputs).logits.sin().mean()
+        return loss
+
+    runs = []
+    for kind in (Trainer, RaNNCTrainer):
+        made = type(kind.__name__, (kind,), {"compute_loss": compute_loss})
+        options = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
+        runs.append(trained(made, gpt2(torch.float64), Texts(64, 1), Texts(24, 2), **options))
+    assert Texts(1, 1).tokens.shape[1] * TOKENS * 8 > 64 << 10, "logits that are not sent if nobody reads them"
+    compared(runs[1], runs[0], 1e-9)
+
+
 def models() -> None:
     for name in sys.argv[3:]:
         (entry,) = (each for each in DECODERS if each.name == name)
@@ -245,7 +260,7 @@ def main() -> None:
     if WAY == "smoothed":
         side_by_side(label_smoothing_factor=0.1)
     else:
-        ways = (parity, adapters, bfloat16, resume, best, models)
+        ways = (parity, own, adapters, bfloat16, resume, best, models)
         {way.__name__: way for way in ways}[WAY]()
     print(f"{WAY} is right on rank {RANK}", flush=True)
 
