@@ -28,8 +28,7 @@ def test_it_trains_as_trainer_does_and_goes_on_with_other_ranks(job: Job, tmp_pa
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_what_else_trainer_does(job: Job, tmp_path: Path, way: str) -> None:
-    inside = {"RANNC_INTERLEAVE_LOSS": "false"} if way == "own" else {}  # the model returns a loss, too
-    assert job.train(2, PROGRAM, way, str(tmp_path), **TWO, **inside).count(f"{way} is right") == 2
+    assert job.train(2, PROGRAM, way, str(tmp_path), **TWO).count(f"{way} is right") == 2
 
 
 @pytest.mark.long

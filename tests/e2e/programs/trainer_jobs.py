@@ -6,7 +6,7 @@ usage: trainer_jobs.py {parity|smoothed|own|adapters|bfloat16|best} FOLDER
 
 parity    20 steps in doubles: accumulation, clipping, a schedule of the learning rate, evaluation, checkpoints
 smoothed  the same with smoothed labels: the script computes the loss, of all logits
-own       a few steps with a compute_loss of the script's own, of large logits
+own       a few steps with a compute_loss of the script's own, which reads large logits
 adapters  the same with LoRA adapters of PEFT, which alone are trained and saved
 bfloat16  five steps under autocast
 best      evaluation before training, metrics of predictions, the best model at the end, and a second training
@@ -228,9 +228,13 @@ def best() -> None:
 
 def own() -> None:
     def compute_loss(self: Trainer, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
-        loss: Tensor = model(**inputs).logits.sin().mean()
+        outputs = model(**inputs)
+        if model.training:
+            read.append(outputs.logits.detach().mean())
+        loss: Tensor = outputs.loss
         return loss
 
+    read: list[Tensor] = []
     runs = []
     for kind in (Trainer, RaNNCTrainer):
         made = type(kind.__name__, (kind,), {"compute_loss": compute_loss})
@@ -238,6 +242,9 @@ def own() -> None:
         runs.append(trained(made, gpt2(torch.float64), Texts(64, 1), Texts(24, 2), **options))
     assert Texts(1, 1).tokens.shape[1] * TOKENS * 8 > 64 << 10, "logits that are not sent if nobody reads them"
     compared(runs[1], runs[0], 1e-9)
+    theirs, ours = torch.stack(read).chunk(2)
+    assert len(ours) == 8
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 def models() -> None:
