@@ -63,8 +63,11 @@ class CallTracing:
 
     def refuse_sizes(self, signature: Signature) -> NoReturn:
         """Raise StepError, on all ranks, because the sizes of their calls differ."""
-        what = self._difference(of_signature(signature))
-        raise StepError(f"ranks call the model in different ways: {what}; {SAME_SIZES}")
+        raise StepError(f"{self.other_sizes(signature)}; {SAME_SIZES}")
+
+    def other_sizes(self, signature: Signature) -> str:
+        """How the sizes of ranks' calls differ, for messages."""
+        return f"ranks call the model in different ways: {self._difference(of_signature(signature))}"
 
     def _difference(self, described: dict[str, str]) -> str:
         """How what ranks have described differs."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from rannd import log
+from rannd.errors import ProfileError, TraceError
 from rannd.graph.call.plain_arguments import ArgumentsChanged
 from rannd.graph.call.signature import Call, Mode, Signature, flatten_call, sized
 from rannd.graph.call.unread import note_read
@@ -109,6 +110,7 @@ class GraphBinding:
             if first and mode.training and self._context.optimizer is not None and not shared:
                 tell_equal_batches(self._world, call.tensors, self._graphs.rows(number, call))
             return number
+        told = self._tracing.other_sizes(signature)
         amounts = self._world.gather_numbers([sum(tensor.numel() for tensor in call.tensors)])
         bound = set[int]()
         while True:
@@ -123,7 +125,13 @@ class GraphBinding:
             if rank in bound or not signature.rows(theirs.tensors):
                 self._tracing.refuse_sizes(signature)
             bound.add(rank)
-            self._bind_graph(theirs, sized(signature, theirs), varying, owner)
+            try:
+                self._bind_graph(theirs, sized(signature, theirs), varying, owner)
+            except (
+                TraceError,
+                ProfileError,
+            ) as exc:  # on all ranks; the call is one of this rank's script on one alone
+                raise type(exc)(f"{exc}; {told}") from exc
 
     def _bind_graph(self, call: Call, signature: Signature, varying: dict[str, tuple[Any, Any]], owner: Owner) -> int:
         """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""

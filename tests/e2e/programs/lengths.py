@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import pyrannc
-from rannd.errors import StepError
+from rannd.errors import StepError, TraceError
 from rannd.runtime.binding.traffic import LARGE_OUTPUT
 from rannd.runtime.calls import graph_table
 
@@ -127,6 +127,11 @@ for step in range(7):
     if step == 0 and LOSS_INSIDE:  # nothing can be traced for sizes that come without samples
         with pytest.raises(StepError, match=r"ranks call the model in different ways: .*: pad to a common length"):
             loss_of(model, *(each[: (RANK + 1) % WORLD] for each in batch(RANK, 8)))
+        pyrannc.barrier()
+        with pytest.raises(
+            TraceError, match=r"fails, at .*ranks call the model in different ways: rank \d passes a tensor"
+        ):
+            loss_of(model, batch(RANK, step)[0], batch(RANK, step)[1][:, RANK:])
         pyrannc.barrier()
     if REFUSED:
         with pytest.raises(StepError, match=r"ranks call the model in different ways: .*exchange other values, .*pad"):
