@@ -128,9 +128,7 @@ for step in range(7):
         with pytest.raises(StepError, match=r"ranks call the model in different ways: .*: pad to a common length"):
             loss_of(model, *(each[: (RANK + 1) % WORLD] for each in batch(RANK, 8)))
         pyrannc.barrier()
-        with pytest.raises(
-            TraceError, match=r"fails, at .*ranks call the model in different ways: rank \d passes a tensor"
-        ):
+        with pytest.raises(TraceError, match=r"fails, at .*in different ways: rank \d passes a tensor"):
             loss_of(model, batch(RANK, step)[0], batch(RANK, step)[1][:, RANK:])
         pyrannc.barrier()
     if REFUSED:
