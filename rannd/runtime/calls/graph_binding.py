@@ -127,10 +127,7 @@ class GraphBinding:
             bound.add(rank)
             try:
                 self._bind_graph(theirs, sized(signature, theirs), varying, owner)
-            except (
-                TraceError,
-                ProfileError,
-            ) as exc:  # on all ranks; the call is one of this rank's script on one alone
+            except (TraceError, ProfileError) as exc:  # on all ranks, for the sizes of one
                 raise type(exc)(f"{exc}; {told}") from exc
 
     def _bind_graph(self, call: Call, signature: Signature, varying: dict[str, tuple[Any, Any]], owner: Owner) -> int:
