@@ -13,6 +13,10 @@ from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment
 
 MEASURED_FORMAT = 3
+BUSY = 1.25
+"""How much longer computations take than they would by themselves, from which on they tell nothing of these."""
+TOLD = 0.01
+"""Part of a step that ranks wait for processors, from which on that is told."""
 LONGEST_STEP_US = 1e12
 """Eleven days."""
 _MOST_BYTES = 64 * 2**20
@@ -173,6 +177,15 @@ class MeasuredStep(msgspec.Struct, frozen=True):
         To be compared with `Deployment.step_us`.
         """
         return max(rank.step_us for rank in self.ranks) + min(rank.agree_us for rank in self.ranks)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other processes have slowed down the computations of a rank, by `BUSY` or more."""
+        for rank in self.ranks:
+            typical = [each for stage in rank.stages for each in (stage.forward, stage.backward, stage.weight)]
+            if sum(each.median_us for each in typical) > BUSY * sum(each.own_us + each.threads_us for each in typical):
+                return True
+        return False
 
     def of_stage(self, stage: int) -> Iterator[StageTimes]:
         """Yield the times of the stage's replicas."""

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rannd.errors import UsageError
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment, Slot, Stage
-from rannd.plan.measured_step import MeasuredStep
+from rannd.plan.measured_step import TOLD, MeasuredStep
 from rannd.plan.slot_memory import device_bytes, fullest_bytes, stages_by_slots
 
 _MIB = 2**20
@@ -72,6 +72,9 @@ def show_measured(deployment: Deployment, measured: MeasuredStep) -> str:
             rows.append(("", "backward", *_compared(each.backward_us, backward)))
             if weight:
                 rows.append(("", "of it weight grad", *_compared(each.weight_us, weight)))
+        others_us = max(rank.processor_us for rank in ranks)
+        if others_us > TOLD * step_us:
+            rows.append(("", "of it, others' processes", "", time_text(others_us), ""))
         reduce_us = max(rank.reduce_us for rank in ranks)
         predicted_us = sum(deployment.stages[number].estimate.allreduce_us for number in numbers)
         if reduce_us or predicted_us:
@@ -88,7 +91,8 @@ def show_measured(deployment: Deployment, measured: MeasuredStep) -> str:
         ):
             rows.append(("", what, "", time_text(max(found)), ""))
     steps = count_text(min(rank.steps for rank in measured.ranks), "step")
-    head = f"{'measured':<10}{steps}, the slowest replica of each stage; error: measured / predicted - 1"
+    beside = " beside other processes, which made them longer" if measured.disturbed else ""
+    head = f"{'measured':<10}{steps}{beside}; the slowest replica of each stage; error: measured / predicted - 1"
     return f"{head}\n{aligned(('stage', 'what', 'predicted', 'measured', 'error'), rows)}"
 
 

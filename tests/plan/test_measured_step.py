@@ -26,7 +26,7 @@ from rannd.plan.measured_step import (
     decode_measured,
     encode_measured,
 )
-from rannd.plan.plan_text import show_measured
+from rannd.plan.plan_text import show_measured, time_text
 
 
 def some() -> Deployment:
@@ -40,8 +40,11 @@ def some() -> Deployment:
     return msgspec.structs.replace(made, stages=tuple(stages))
 
 
-def as_planned(deployment: Deployment, slower: float = 1.0) -> MeasuredStep:
-    """What was measured if computations took `slower` times as long as planned, and all else nothing."""
+def as_planned(deployment: Deployment, slower: float = 1.0, busy: float = 1.0) -> MeasuredStep:
+    """What was measured if computations took `slower` times as long as planned, and all else nothing.
+
+    `busy`: how much of that they would have taken without other processes.
+    """
     ranks = []
     for slot in range(len(deployment.slots)):
         stages = []
@@ -49,7 +52,10 @@ def as_planned(deployment: Deployment, slower: float = 1.0) -> MeasuredStep:
             if slot in stage.slots:
                 each = stage.estimate
                 halves = (each.backward_us - each.weight_us, each.weight_us)
-                times = [Typical(slower * us / each.pieces, 0.0) for us in (each.forward_us, *halves)]
+                times = [
+                    Typical(slower * us / each.pieces, busy * slower * us / each.pieces)
+                    for us in (each.forward_us, *halves)
+                ]
                 stages.append(StageTimes(number, each.pieces, *times))
         waits = (EdgeWaits(0, 1, 4, 3.0),)
         ranks.append(RankTimes(slot, 20, tuple(stages), waits, deployment.step_us - 5.0, 5.0 + slot, 0, 0, 0, 0, 7.0))
@@ -132,7 +138,7 @@ def test_each_stage_has_what_was_predicted_beside_what_was_measured() -> None:
     deployment = some()
     text = show_measured(deployment, as_planned(deployment, slower=1.25))
     assert text.splitlines()[0] == (
-        "measured  20 steps, the slowest replica of each stage; error: measured / predicted - 1"
+        "measured  20 steps; the slowest replica of each stage; error: measured / predicted - 1"
     )
     found = lines(text)
     planned, measured, error = found["all", "step"]
@@ -145,6 +151,16 @@ def test_each_stage_has_what_was_predicted_beside_what_was_measured() -> None:
         assert found[stage, "waiting for values"] == ["0.003 ms"]
         longest = 5 + max(deployment.stages[int(stage)].slots)
         assert found[stage, "waiting for the ranks"] == [f"0.{longest:03d} ms"]
+
+
+def test_times_beside_other_processes_are_told_apart() -> None:
+    deployment = some()
+    text = show_measured(deployment, as_planned(deployment, slower=2.0, busy=0.5))
+    assert text.startswith("measured  20 steps beside other processes, which made them longer; the slowest replica")
+    planned = [stage.estimate.forward_us + stage.estimate.backward_us for stage in deployment.stages]
+    found = lines(text)
+    assert [found[stage, "of it, others' processes"] for stage in ("0", "1")] == [[time_text(us)] for us in planned]
+    assert "others' processes" not in show_measured(deployment, as_planned(deployment))
 
 
 def test_stages_of_one_device_share_what_is_not_computing() -> None:

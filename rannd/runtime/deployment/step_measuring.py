@@ -9,6 +9,7 @@ next call, which all of them count alike; such a call is not measured::
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import msgspec
 
 from rannd import log
 from rannd.daemon.common.keys import Key, measured_key
-from rannd.errors import UsageError
+from rannd.errors import DeploymentError, UsageError
 from rannd.plain_file import PlainFile
 from rannd.plan.deployment import Deployment
 from rannd.plan.measured_step import (
@@ -27,6 +28,7 @@ from rannd.plan.measured_step import (
     MeasuredStep,
     RankTimes,
     StepEvent,
+    decode_measured,
     encode_measured,
 )
 from rannd.plan.plan_options import PlanOptions
@@ -172,9 +174,17 @@ class StepMeasuring:
         return MeasuredStep(MEASURED_FORMAT, tuple(rank for rank, *_ in told), found, events)
 
     def _store(self, measured: MeasuredStep) -> None:
+        """Keep the times, unless others are known which no other processes have disturbed."""
         key, client = self._planned.key, self._cache.client
-        if key is not None and client is not None:
-            client.put(measured_key(key.digest), encode_measured(measured))
+        if key is None or client is None:
+            return
+        place = measured_key(key.digest)
+        before = client.get(place) if measured.disturbed else None
+        if before is not None:
+            with contextlib.suppress(DeploymentError):
+                if not decode_measured(before, self._planned.deployment).disturbed:
+                    return
+        client.put(place, encode_measured(measured))
 
     def dump(self) -> None:
         """Write the timeline of the latest step that was as planned."""

@@ -12,7 +12,7 @@ Then one of these things happens::
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +23,7 @@ from rannd.daemon.common.keys import Key, measured_key
 from rannd.device.identity import is_accelerator
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.deployment import Deployment, StageEstimate
-from rannd.plan.measured_step import MeasuredStep, RankTimes
+from rannd.plan.measured_step import TOLD, MeasuredStep, RankTimes
 from rannd.plan.simulate.layout import piece_rows, step_costs
 from rannd.profile.points import Measured
 from rannd.profile.samples import UNCERTAIN
@@ -37,10 +37,6 @@ from rannd.runtime.costs.measured_reductions import reductions_took
 from rannd.runtime.planning.plan_ahead import FASTER, Request, look_up, start
 from rannd.runtime.planning.replanning import Replanning
 
-BUSY = 1.25
-"""How much longer steps take than they would by themselves, from which on they tell nothing."""
-TOLD = 0.01
-"""Part of a step that ranks wait for processors, from which on that is told."""
 DOUBTFUL = 0.25
 """How far a stage's time may be from what follows from its parts, relative; beyond it they were measured wrongly."""
 DOUBTFUL_US = 300.0
@@ -92,7 +88,8 @@ class Calibration:
         """Take the times of all ranks. Collective, while the cache is connected."""
         queued = is_accelerator(self._world.device)  # its host does not wait for it: a step's time is not known
         if self._world.rank == 0 and self._deployment.step_us and not queued:
-            log.get("RaNNCModule").info("%s", comparison(self._deployment, measured))
+            told = comparison(self._deployment, measured, self._world.rank_of_slot)
+            log.get("RaNNCModule").info("%s", told)
         gone: list[Key] = []
         if self._request is not None and self._cache.client is not None and not tells_little(self._deployment):
             gone = self._learn_if_calm(self._request, measured, self._cache.client)
@@ -101,13 +98,16 @@ class Calibration:
     def _learn_if_calm(self, request: Request, measured: MeasuredStep, client: Client) -> list[Key]:
         """Learn, unless other processes are busy; returns what was discarded."""
         logger = log.get("RaNNCModule")
-        if is_busy(measured):
+        if measured.disturbed:
             logger.info("Other processes use this machine: nothing is learned from these steps")
             return []
         try:
             return self._learn(request, self._deployment, measured, client)
-        except KeyError:  # a part that nobody has measured: the plan was made elsewhere
-            logger.debug("Nothing was learned from the steps: costs of some parts are not known")
+        except KeyError:
+            logger.info(
+                "Nothing is learned from these steps: the cache does not have the times of all parts of the model, "
+                "which were measured elsewhere or are gone; cache=refresh (RANNC_CACHE=refresh) measures them"
+            )
         except Exception as exc:  # the training is worth more, and other ranks would wait for this one
             logger.warning("Nothing was learned from the steps: %s: %s", type(exc).__name__, exc)
         return []
@@ -186,17 +186,21 @@ class Calibration:
         return gone
 
 
-def comparison(deployment: Deployment, measured: MeasuredStep) -> str:
-    """Say what was predicted and measured, and what explains the difference: times of the slowest rank."""
-    slowest = max(measured.ranks, key=lambda rank: rank.step_us)
+def comparison(deployment: Deployment, measured: MeasuredStep, rank_of_slot: Sequence[int]) -> str:
+    """Say what was predicted and measured, and what explains the difference, of the rank that waits least.
+
+    Steps of all ranks take equally long, as they wait for each other.
+    """
+    busiest = max(measured.ranks, key=lambda rank: rank.computing_us - rank.processor_us)
     whole = measured.step_us - deployment.step_us
-    others = slowest.processor_us
-    computing = slowest.computing_us - others - slowest.beside_us - planned_computing_us(deployment, slowest.slot)
-    runtime = slowest.runtime_us - planned_host_us(deployment, slowest)
+    others = busiest.processor_us
+    computing = busiest.computing_us - others - busiest.beside_us - planned_computing_us(deployment, busiest.slot)
+    runtime = busiest.runtime_us - planned_host_us(deployment, busiest)
+    place = f", on rank {rank_of_slot[busiest.slot]}" if len(measured.ranks) > 1 else ""
     told = f"processors that others had {others / 1e3:+.1f} ms, " if others > TOLD * measured.step_us else ""
     return (
         f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {deployment.step_us / 1e3:.1f} ms "
-        f"({100 * whole / deployment.step_us:+.1f} %): computing {computing / 1e3:+.1f} ms, the runtime itself "
+        f"({100 * whole / deployment.step_us:+.1f} %){place}: computing {computing / 1e3:+.1f} ms, the runtime itself "
         f"{runtime / 1e3:+.1f} ms, {told}waiting and transfers {(whole - computing - runtime - others) / 1e3:+.1f} ms"
     )
 
@@ -215,15 +219,6 @@ def runtime_is_off(deployment: Deployment, measured: MeasuredStep) -> bool:
 def planned_computing_us(deployment: Deployment, slot: int) -> float:
     """Return the planned time of a slot's forwards and backwards in a step."""
     return sum(_planned_us(stage.estimate) for stage in deployment.stages if slot in stage.slots)
-
-
-def is_busy(measured: MeasuredStep) -> bool:
-    """Whether other processes slow down the computations of a rank."""
-    for rank in measured.ranks:
-        typical = [each for stage in rank.stages for each in (stage.forward, stage.backward, stage.weight)]
-        if sum(each.median_us for each in typical) > BUSY * sum(each.own_us + each.threads_us for each in typical):
-            return True
-    return False
 
 
 def tells_little(deployment: Deployment) -> bool:

@@ -219,14 +219,17 @@ class Planner:
         )
 
     def calibration(self, deployment: Deployment, replanning: Replanning) -> Calibration:
-        """What learns from the steps of a deployment. To be made while the cache is connected."""
+        """What learns from the steps of a deployment. Collective, while the cache is connected."""
         request: Request | None = None
-        links = self._measuring.known_links() if self._world.rank == 0 else None
         given = self._measuring.given  # times from a file, which stay what they are
         # Looking for NaN in all blocks, or comparing what is recomputed, is no part of other jobs' steps.
         usual = self._config.check_nan != "all" and not self._config.verify_recomp
         usable = self._world.rank == 0 and self._config.cache == "on" and given is None and usual
-        if usable and self._used is not None and links is not None:
+        learns = usable and self._used is not None and self._config.calibrate_after > 0
+        if self._world.broadcast_bytes(bytes([learns]))[0]:
+            links = self._measuring.measured_links()  # the cache may have lost them, but not the plan
+        if learns:
+            assert self._used is not None
             own = Wanted(self._used, self._world.slots, self.usable_memory, deployment)
             request = self._request(links, [own])
         keys = LearnedKeys(self._measuring.learned_key(), self._measuring.runtime_key())

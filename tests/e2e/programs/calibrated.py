@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import pyrannc
+from rannd.plan import measured_step
 from rannd.runtime.planning import calibration_of_job
 from rannd.runtime.timeline import step_times
 
-calibration_of_job.BUSY, calibration_of_job.DOUBTFUL = float("inf"), 0.6  # other tests run beside
+measured_step.BUSY, calibration_of_job.DOUBTFUL = float("inf"), 0.6  # other tests run beside
 step_times.WAITING = float("inf")
 
 NARROW, WIDE, ROWS = 256, 1024, 64

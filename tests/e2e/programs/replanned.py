@@ -23,13 +23,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 import pyrannc
+from rannd.plan import measured_step
 from rannd.plan.deployment import decode, encode
 from rannd.runtime.elastic.elastic_state import ElasticState
 from rannd.runtime.planning import calibration_of_job
 from rannd.runtime.planning.plan_ahead import Better
 from rannd.runtime.planning.replanning import Replanning
 
-calibration_of_job.BUSY, calibration_of_job.DOUBTFUL = float("inf"), float("inf")  # other tests run beside
+measured_step.BUSY, calibration_of_job.DOUBTFUL = float("inf"), float("inf")  # other tests run beside
 
 WAY, STEPS = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
 CALLS = 2 if WAY in ("accumulate", "both") else 1

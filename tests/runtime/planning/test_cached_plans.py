@@ -13,9 +13,8 @@ from torch import nn
 import pyrannc
 from rannd.daemon.client.cache import Client, connect
 from rannd.daemon.common.keys import Key
-from rannd.plan import deployment
+from rannd.plan import deployment, measured_step
 from rannd.profile.points import Measured, is_plausible
-from rannd.runtime.planning import calibration_of_job
 
 Kept = dict[str, dict[Key, bytes]]
 
@@ -111,12 +110,32 @@ def train(steps: int) -> None:
 
 def test_one_rank_learns_from_a_cached_plan(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANNC_CALIBRATE_AFTER", "3")
-    monkeypatch.setattr(calibration_of_job, "BUSY", math.inf)
+    monkeypatch.setattr(measured_step, "BUSY", math.inf)
     train(1)
     assert "deployment" in kept
     assert "learned" not in kept
     train(8)
     assert {"learned", "runtime", "measured"} <= kept.keys()
+
+
+def test_times_that_others_have_disturbed_replace_no_better_ones(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_CALIBRATE_AFTER", "3")
+    monkeypatch.setattr(measured_step, "BUSY", 0.5)
+    train(8)
+    ((key, first),) = kept["measured"].items()
+    told = msgspec.msgpack.decode(first, type=measured_step.MeasuredStep)
+    assert told.disturbed
+    (stage,) = told.ranks[0].stages
+    forward = msgspec.structs.replace(stage.forward, own_us=1e6 * stage.forward.median_us)
+    quiet = msgspec.structs.replace(told.ranks[0], stages=(msgspec.structs.replace(stage, forward=forward),))
+    calm = msgspec.msgpack.encode(msgspec.structs.replace(told, ranks=(quiet,)))
+    with client() as cache:
+        cache.put(key, calm)
+        train(8)
+        assert cache.get(key) == calm
+        cache.put(key, b"junk")
+        train(8)
+        assert cache.get(key) not in (calm, b"junk")
 
 
 def test_what_steps_took_goes_with_the_plan_that_is_made_anew(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

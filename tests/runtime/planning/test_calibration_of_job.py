@@ -27,7 +27,6 @@ from rannd.runtime.costs.learned_runtime import HostTook, LearnedRuntime
 from rannd.runtime.planning import plan_ahead
 from rannd.runtime.planning.calibration_of_job import (
     comparison,
-    is_busy,
     is_off,
     runtime_is_off,
     stages_took,
@@ -73,28 +72,30 @@ def two() -> Deployment:
 def test_what_explains_a_step_is_said(two: Deployment) -> None:
     measured = steps(two, 1.5, rest_us=7000.0)
     computing = max(each.estimate.forward_us + each.estimate.backward_us for each in two.stages)
-    told = comparison(two, measured)
+    told = comparison(two, measured, (1, 0))
     assert told.startswith(f"Steps take {measured.step_us / 1e3:.1f} ms, predicted were {two.step_us / 1e3:.1f} ms (")
-    assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms" in told
-    busy = comparison(two, steps(two, 1.5, busy=1.2, rest_us=7000.0))
+    busiest = max(two.stages, key=lambda each: each.estimate.forward_us + each.estimate.backward_us)
+    place = f"on rank {1 - busiest.slots[0]}"
+    assert f" %), {place}: computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms" in told
+    busy = comparison(two, steps(two, 1.5, busy=1.2, rest_us=7000.0), (1, 0))
     assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms, processors that others had" in busy
     assert f"had {0.3 * computing / 1e3:+.1f} ms, waiting and transfers" in busy
-    copied = comparison(two, steps(two, 1.5, busy=1.2, rest_us=7000.0, threads=0.2))
+    copied = comparison(two, steps(two, 1.5, busy=1.2, rest_us=7000.0, threads=0.2), (1, 0))
     assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms, waiting and transfers" in copied
     handled = measured.ranks[0].handled
     assert handled == 2 * two.stages[0].estimate.pieces + 3
     known = msgspec.structs.replace(two, call_us=7000.0 - 40.0 * handled, host_us=40.0)
-    assert "the runtime itself +0.0 ms" in comparison(known, measured), "the plan knew it"
+    assert "the runtime itself +0.0 ms" in comparison(known, measured, (1, 0)), "the plan knew it"
     assert not runtime_is_off(known, measured)
     assert not runtime_is_off(two, steps(two, 1.0, rest_us=0.04 * two.step_us))
     assert runtime_is_off(two, steps(two, 1.0, rest_us=0.06 * two.step_us))
 
 
 def test_busy_machines_are_known(two: Deployment) -> None:
-    assert not is_busy(steps(two, 3.0, busy=1.2))
-    assert is_busy(steps(two, 1.0, busy=1.3))
-    assert not is_busy(steps(two, 1.0, busy=1.3, threads=0.2)), "the rank's own threads copy messages"
-    assert is_busy(steps(two, 1.0, busy=1.6, threads=0.2))
+    assert not steps(two, 3.0, busy=1.2).disturbed
+    assert steps(two, 1.0, busy=1.3).disturbed
+    assert not steps(two, 1.0, busy=1.3, threads=0.2).disturbed, "the rank's own threads copy messages"
+    assert steps(two, 1.0, busy=1.6, threads=0.2).disturbed
 
 
 def request(task: TaskGraph, profile: Mapping[str, Measured], *wanted: Wanted, **changed: Any) -> Request:
