@@ -149,8 +149,6 @@ class RaNNCModule(nn.Module):
         if config.show_config_items:
             for line in config.lines():
                 log.get("RaNNCModule").info("%s", line)
-        for warning in config.no_effect_warnings():
-            log.get("RaNNCModule").warning("%s", warning)
         file = Path(load_deployment) if load_deployment else None
         if file is None and config.load_deployment:
             file = Path(config.deployment_file)
@@ -177,6 +175,8 @@ class RaNNCModule(nn.Module):
         _wrapped.add(self)
         registry.enter(self, model)
         session = self._session
+        for warning in config.no_effect_warnings() if session.world.rank == 0 else ():
+            log.get("RaNNCModule").warning("%s", warning)
         self._calls = InnerCalls(self, model, RaNNCModule.forward, lambda: session.deployment is not None)
         self._bypass: BypassWatch | None = None
         if optimizer is not None and session.world.size > 1 and session.world.rank == 0:  # that one tells

@@ -83,3 +83,12 @@ def test_a_plan_that_is_not_for_the_graph_is_not_taken_and_nothing_is_lost(
     assert output.count("The better plan cannot be used: the deployment was made for the graph 000000000000") == 1
     assert output.count(FROM_CACHE) == 2, "the one that has taken the first one's place there"
     assert re.search(r"STEPS \d+, 16 of them with another plan", output)
+
+
+def test_what_has_no_effect_is_told_once(job: Job) -> None:
+    tutorial = ("examples/tutorial.py", "8", "32", "4")
+    short = job.train(2, *tutorial, RANNC_REPLAN="now")
+    assert short.count("replan=now had no effect: steps are measured from the second to number 21") == 1
+    never = job.train(2, *tutorial, RANNC_REPLAN="now", RANNC_CALIBRATE_AFTER="0")
+    assert never.count('replan = "now" (RANNC_REPLAN) has no effect with calibrate_after = 0') == 1
+    assert "replan=now had no effect" not in never

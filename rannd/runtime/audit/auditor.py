@@ -115,7 +115,10 @@ class Auditor:
                 if not torch.equal(found[""], found["used"]):
                     raise Differs(f"{name} of the model is not what the stage has computed with, in {where}")
                 if not torch.equal(found[""], first):
-                    raise Differs(f"{name} has other values than on rank {ranks[0]}, in {where}")
+                    raise Differs(
+                        f"{name} has other values than on rank {ranks[0]}, in {where}: does the script change "
+                        "parameters on some ranks only?"
+                    )
 
     def _shared_mini_batch(self, rank: int) -> None:
         """A rank has its part of rank 0's mini-batch, if that is shared (`gather_inputs=False`)."""

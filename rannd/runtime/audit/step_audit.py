@@ -16,6 +16,7 @@ from rannd.device.generators import drawing_from, kept_generators, other_states
 from rannd.device.reads import read
 from rannd.errors import AuditError
 from rannd.graph.tracing.leaf_recorder import preserved
+from rannd.plan.plan_text import count_text
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.audit.auditor import Auditor
 from rannd.runtime.audit.differences import Differs
@@ -171,7 +172,7 @@ class StepAudit:
     def _refusal(self, anchor: Anchor, *, reduced: bool) -> str:
         """Why a step cannot be audited; empty: it can."""
         if not reduced:
-            return "its gradients wait for a later reduction (delay_grad_allreduce)"
+            return "its gradients wait for a later reduction (no_sync, delay_grad_allreduce)"
         if anchor.asked() is not None:
             return "its backward was asked for some gradients only (torch.autograd.grad, backward(inputs=..))"
         for name, digest in self._digests_now().items():
@@ -194,6 +195,7 @@ class StepAudit:
                 )
                 logger.error("%s", text)
                 return text
+        audited = len(auditor.blocks) - len(auditor.unsure)
         for block in auditor.unsure:
             logger.warning(
                 "step %d: %s gives other results in each run, so it could not be audited; does it draw random numbers "
@@ -204,11 +206,12 @@ class StepAudit:
         for block in list(auditor.spoilt)[:1]:
             logger.warning("step %d: %s computes NaN; what is NaN on both sides counts as equal", self.number, block)
         logger.info(
-            "Step %d equals its replay: %d values, %d gradients and %d buffers of %d blocks and %d pieces, in %.1f s",
+            "Step %d %s: %d values, %d gradients and %d buffers of %s and %s, in %.1f s",
             self.number,
+            "equals its replay" if audited else "could not be replayed; equal is what needs no replay",
             *auditor.compared.count.values(),
-            len(auditor.blocks),
-            len(auditor.pieces),
+            f"{audited} of {len(auditor.blocks)} blocks" if auditor.unsure else count_text(audited, "block"),
+            count_text(len(auditor.pieces), "piece"),
             time.monotonic() - begun,
         )
         return ""
@@ -274,7 +277,10 @@ class StepAudits:
         if self._context.config.compile_stages != "off":
             return "compiled blocks (compile_stages) draw other random numbers and round otherwise than eager ones"
         if not reduce:
-            return "gradients of other calls wait for their reduction (delay_grad_allreduce)"
+            return (
+                "its gradients, or those of calls before it, wait for a later reduction (no_sync, delay_grad_allreduce)"
+                "; audit a run in which every call reduces its own"
+            )
         return ""
 
 

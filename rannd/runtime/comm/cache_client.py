@@ -38,6 +38,10 @@ def holder() -> str:
     return f"rank 0 of job {encodable(job)}" if job else f"rank 0 of another job (process {os.getpid()})"
 
 
+_CALLED = {"learned": "knowledge of stages' times", "runtime": "knowledge of the runtime's times"}
+"""What entries are called whose kind is no noun."""
+
+
 def understood(
     client: Client,
     key: Key,
@@ -60,7 +64,8 @@ def understood(
             return found
         wrong = f"it has values that cannot be: {str(found)[:200]}"
     client.discard(key, wrong)
-    log.get("RaNNCModule").warning("The cached %s cannot be used: %s", key.kind, wrong)
+    what = _CALLED.get(key.kind, key.kind)
+    log.get("RaNNCModule").warning("The cached %s cannot be used: %s. It is made anew", what, wrong)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +166,7 @@ def _without_backward(model: pyrannc.RaNNCModule) -> None:
 @pytest.mark.parametrize(
     ("second", "why"),
     [
-        (_delayed, "wait for their reduction (delay_grad_allreduce)"),
+        (_delayed, "wait for a later reduction (no_sync, delay_grad_allreduce)"),
         (_asked, "its backward was asked for some gradients only"),
         (_stepping, "body.0.weight has other values than in its forward: does a hook step an optimizer in backward?"),
         (_without_backward, "the script has not called backward before its next call"),
@@ -191,6 +192,10 @@ def test_a_block_that_cannot_be_repeated_is_told(
     model = wrapped(monkeypatch, noisy)
     train(model, 2, inside=inside)
     assert [line for line in caplog.messages if "gives other results in each run" in line]
+    (told,) = [line for line in caplog.messages if line.startswith("Step 2 ")]
+    audited, blocks = (int(number) for number in re.findall(r"(\d+) of (\d+) blocks", told)[0])
+    assert audited < blocks
+    assert ("equals its replay" in told) == (audited > 0)
     assert model._session.audits.audited
 
 
