@@ -13,6 +13,7 @@ PROGRAM = "tests/e2e/programs/aliased.py"
 CHECKED = "The trace gives the same results as the model"
 
 
+@pytest.mark.long
 def test_functions_in_two_stages_and_from_the_cache(job: Job) -> None:
     first = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", **DEBUG)
     assert first.count(": equal") == 2
@@ -56,6 +57,7 @@ def test_a_tensor_of_one_element_of_another_stage_does_not_prevent_a_comparison(
     assert "was not compared" not in output
 
 
+@pytest.mark.long
 def test_too_many_stages_name_the_code_that_cannot_be_cut(job: Job) -> None:
     told = job.train(2, "tests/e2e/programs/one_block.py", code=1, RANNC_PARTITION_NUM="2")
     assert "the model divides into 1 blocks only" in told

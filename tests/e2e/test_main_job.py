@@ -56,6 +56,7 @@ def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job, first_run
     assert PLANNED in job.train(2, *TUTORIAL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ["log_level", "logging.toml"])
 def test_what_the_tutorial_of_rannc_shows_is_there_if_asked_for(job: Job, tmp_path: Path, by: str) -> None:
     """At log_level=debug, and with RaNNC's logging.toml, which names its loggers."""
@@ -87,6 +88,7 @@ def test_a_quiet_job_prints_what_its_script_prints(job: Job) -> None:
     assert "[warning]" in job.run("rannc-run", "-q", "-np", "2", FORK, *TUTORIAL, RANNC_P2P_COMM="false")
 
 
+@pytest.mark.long
 def test_another_batch_plans_again_but_other_seeds_do_not(job: Job) -> None:
     job.train(2, *TUTORIAL)
     assert PLANNED in job.train(2, "examples/tutorial.py", "32", "512", "10")
@@ -158,6 +160,7 @@ def test_plain_mpirun_and_plain_python(job: Job, ranks: int) -> None:
     assert output.count("Finished on rank") == ranks
 
 
+@pytest.mark.long
 def test_verify_partitioning_and_dump_graph(job: Job, tmp_path: Path) -> None:
     prefix = tmp_path / "graph-"
     output = job.train(
@@ -204,6 +207,7 @@ def test_a_script_that_never_calls_its_model_has_no_plan(job: Job, tmp_path: Pat
     assert "nothing was planned: the script ended without calling a pyrannc.RaNNCModule; call the model once" in output
 
 
+@pytest.mark.long
 def test_plan_for_a_cluster_without_ranks_or_devices(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(

@@ -41,6 +41,7 @@ def test_placement_changes_nothing(job: Job, tmp_path: Path) -> None:
                 )
 
 
+@pytest.mark.long
 def test_the_planner_places_stages_itself(job: Job, tmp_path: Path) -> None:
     asked = {"RANNC_SCHEDULE": "interleaved_1f1b", "RANNC_VIRTUAL_STAGES": "2", "RANNC_PIPELINE_NUM": "4"}
     output = job.train(2, f"{PROGRAMS}/interleaved.py", str(tmp_path), RANNC_PARTITION_NUM="4", **asked)

@@ -69,6 +69,7 @@ def test_a_cached_plan_that_cannot_be_run_is_made_again(job: Job) -> None:
     assert FROM_CACHE in job.train(2, *TUTORIAL, **variables)
 
 
+@pytest.mark.long
 def test_the_daemons_progress_is_shown_by_who_waits(job: Job) -> None:
     """A third process holds the lease of the job's plan, and says what it does."""
     job.run("rannc-cache", "clear")

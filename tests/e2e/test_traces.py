@@ -158,6 +158,7 @@ def test_changed_code_is_traced_anew(job: Job, tmp_path: Path) -> None:
     assert "Using trace" in job.train(1, str(script), **DEBUG)
 
 
+@pytest.mark.long
 def test_what_the_fingerprint_cannot_see_is_traced_every_time(job: Job, tmp_path: Path) -> None:
     script = _write(tmp_path)
     text = MODEL.replace("SCALE = 0.5", "import os\nSCALE = 0.5").replace("* SCALE", "* float(os.environ['SCALE'])")
@@ -268,6 +269,7 @@ print("Finished")
 """
 
 
+@pytest.mark.long
 def test_a_model_on_the_meta_device_is_planned_without_memory(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(META)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from network import Network, Node
+from thinned import first
 
 pytestmark = pytest.mark.ranks
 
@@ -83,7 +84,7 @@ def test_a_host_that_never_answers_is_given_up(nodes: list[Node], slow: dict[str
 
 
 @pytest.mark.parametrize("options", [[], ["--no-preflight", "--grace-period", "1"]], ids=["asking", "starting"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", first(1, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_rannc_run_is_ended_while_a_host_does_not_answer(
     nodes: list[Node], slow: dict[str, str], signum: signal.Signals, options: list[str]
 ) -> None:

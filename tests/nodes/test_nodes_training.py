@@ -83,6 +83,7 @@ def test_a_script_for_torchrun(network: Callable[..., Network], own_on_loopback:
     assert seen == [("a:0", "0, 3, 0, 2"), ("a:1", "1, 3, 1, 2"), ("b:2", "2, 3, 0, 1")], output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mpich", pytest.param("impi-rt", marks=pytest.mark.full)])
 def test_other_launchers_reach_other_nodes(network: Callable[..., Network], name: str, tmp_path: Path) -> None:
     """This machine may be called localhost; the ranks of the others do not look for rank 0 on theirs."""

@@ -77,6 +77,7 @@ def test_two_ranks_find_the_same(run: Callable[[int, str], None], tmp_path: Path
     assert not several or (cost.p2p_host_us, cost.allreduce_host_us) == (0.0, 0.0)
 
 
+@pytest.mark.long
 def test_a_rank_with_one_processor_computes_nothing_while_it_copies_messages(tmp_path: Path) -> None:
     cost = _cost(_on_one_processor, tmp_path)
     assert 0.05 < cost.p2p_host_us * cost.p2p_bytes_per_us <= 1.0

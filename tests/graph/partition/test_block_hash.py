@@ -182,6 +182,7 @@ def test_sizes_that_tracing_counts_through_the_model_do_not_matter() -> None:
     assert all(len(set(hashes)) == 1 for hashes in twice.values()), twice
 
 
+@pytest.mark.long
 def test_what_an_op_reads_is_what_placement_says() -> None:
     for name in ("t5", "swin", "mamba"):
         entry = next(entry for entry in ZOO if entry.name == name)

@@ -61,7 +61,7 @@ MEETING = StreamRules(overlap=False, meets=True)
 
 
 @pytest.mark.parametrize("streams", Streams)
-@pytest.mark.parametrize("world", [4, 6, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.full)])
 def test_no_step_hangs_in_which_replicas_meet(world: int, streams: Streams) -> None:
     """ZeRO 2 and 3, for all that the planner may choose: equally many replicas of all stages."""
     count = 0

@@ -111,6 +111,7 @@ def whole(tmp_path: Path) -> tuple[torch.Tensor, list[list[int]]]:
     return found
 
 
+@pytest.mark.long
 def test_a_training_that_is_broken_off_goes_on(tmp_path: Path, whole: tuple[torch.Tensor, list[list[int]]]) -> None:
     first = Training(tmp_path)
     assert not first.state.restored
