@@ -29,12 +29,14 @@ def test_several_models_and_hooks(job: Job) -> None:
     assert output.count("several models are right on rank") == 2
 
 
+@pytest.mark.long
 def test_cut_points_and_dropout(job: Job) -> None:
     output = job.train(2, "tests/e2e/programs/cut_points.py", RANNC_PIPELINE_NUM="2")
     assert output.count("cut points are right on rank") == 2
 
 
-@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.long), "2"])
+@pytest.mark.long
+@pytest.mark.parametrize("stages", ["1", "2"])
 def test_values_of_other_ranks_are_not_read(job: Job, stages: str) -> None:
     output = job.train(2, "tests/e2e/programs/absent_values.py", stages, RANNC_PARTITION_NUM=stages)
     assert output.count("absent values are right on rank") == 2

@@ -37,6 +37,7 @@ def test_a_job_whose_last_save_failed_ends_with_a_code_and_the_reason(job: Job, 
     assert not [path for path in tmp_path.iterdir() if "last" in path.name]
 
 
+@pytest.mark.long
 def test_a_process_alone_ends_with_the_same_code(job: Job, tmp_path: Path) -> None:
     output = job.run(sys.executable, LAST, "exit", str(tmp_path), code=8)
     assert re.search(rf"^rannd\.errors\.CheckpointError: {FAILED}", output, re.MULTILINE), output

@@ -122,6 +122,7 @@ def test_what_the_runtime_took_is_in_the_costs_of_other_models(job: Job, monkeyp
     in_cache(job, monkeypatch, look)
 
 
+@pytest.mark.long
 def test_what_reductions_took_is_learned(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.run("rannc-cache", "clear")
     replicas = {**PLAN, "RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "2"}

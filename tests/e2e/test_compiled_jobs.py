@@ -32,6 +32,7 @@ def graphs(output: str) -> list[int]:
     return sorted(map(int, re.findall(r"inductor compiled (\d+) graphs", output)))
 
 
+@pytest.mark.long
 def test_stages_of_a_pipeline_compute_the_same(job: Job) -> None:
     # Without dropout: the stages begin elsewhere, and each has random numbers of its own.
     compiled = job.train(2, PROGRAM, "8", "0.0", "aot_eager", **COMPILED, **TWO)

@@ -13,7 +13,7 @@ from stand_ins import install, install_forking
 
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```sh\n" in page.read_text()]
 
-FEW = ("README.md", "tutorial.md", "checkpoints.md")
+FEW = ("README.md", "tutorial.md")
 """Those of `make test`; `make test-long` reads the others."""
 
 

@@ -16,11 +16,11 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
 @pytest.mark.parametrize(
     ("ranks", "words", "settings"),
     [
-        (2, "inside few", {}),
         (2, "inside apart large cut", PIPELINE),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in [
+                (2, "inside few", {}),
                 (3, "outside branch", {}),
                 (2, "outside", STAGES),
                 (4, "inside apart uneven", {**PIPELINE, "RANNC_TRANSPORT": "strict"}),

@@ -242,6 +242,7 @@ def test_plan_for_a_cluster_without_ranks_or_devices(job: Job, tmp_path: Path) -
     assert "no plan fits" in job.run(*plan, code=1, RANNC_MEM_LIMIT_GB="1")
 
 
+@pytest.mark.long
 def test_a_plan_made_elsewhere_is_run_and_what_differs_is_told(job: Job, tmp_path: Path) -> None:
     file = tmp_path / "plan"
     named = {"RANNC_DEPLOYMENT_FILE": str(file)}

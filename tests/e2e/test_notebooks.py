@@ -53,7 +53,7 @@ def test_a_function_runs_on_several_ranks(job: Job, script: str) -> None:
     ("way", "np", "told"),
     [
         ("fails", "2", "ValueError: no such file"),
-        ("hangs", "2", "KeyboardInterrupt"),
+        pytest.param("hangs", "2", "KeyboardInterrupt", marks=pytest.mark.long),
         ("wrapped", "2", "cannot start ranks after a model was wrapped in this process"),
         ("plain", "0", "at least one rank is needed"),
     ],
@@ -63,6 +63,7 @@ def test_what_fails_ends_all_ranks_and_is_told(job: Job, script: str, way: str, 
     assert told in output
 
 
+@pytest.mark.long
 def test_a_rank_does_not_start_ranks(job: Job, script: str) -> None:
     output = job.run("rannc-run", "-np", "1", script, "plain", "2", code=1)
     assert "this process is one already" in output

@@ -48,6 +48,7 @@ def test_a_deeper_model_of_the_same_layers_needs_nothing_new(job: Job) -> None:
         assert profiles(job) == kept >= 2
 
 
+@pytest.mark.long
 def test_a_profile_as_a_file(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "times.profile"
     variables = {"RANNC_GRAPH_PROFILE_FILE": str(file), "RANNC_CACHE": "off"}

@@ -41,6 +41,7 @@ def test_a_training_goes_on_with_a_better_plan_as_if_it_had_been_there(
     assert FOUND not in job.train(2, PROGRAM, way, "3", **PLAN), "the next run begins with it"
 
 
+@pytest.mark.long
 def test_a_change_that_does_not_pay_is_left_to_the_next_run(job: Job, uneven: Callable[[], None]) -> None:
     uneven()
     output = job.train(2, PROGRAM, "refused", **PLAN, RANNC_REPLAN="now")

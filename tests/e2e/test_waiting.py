@@ -59,7 +59,8 @@ def test_a_wait_is_told_once_and_is_no_failure(
     assert output.count("saved") == 2
 
 
-@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.long), "2"])
+@pytest.mark.long
+@pytest.mark.parametrize("stages", ["1", "2"])
 def test_saving_on_rank_0_alone_after_the_others_have_ended(job: Job, tmp_path: Path, stages: str) -> None:
     output = job.train(2, PROGRAM, "ended", str(tmp_path), code=1, RANNC_PARTITION_NUM=stages)
     text = (

@@ -8,4 +8,4 @@ from parity.check import test_training_equals_the_emulation as test_training_equ
 from parity.several import SOME_OF_SEVERAL
 
 pytestmark = pytest.mark.long
-CASES = [*SOME[1::2], *DRAWN[1::2], *SOME_OF_SEVERAL[1::2]]
+CASES = [*SOME[1::3], *SOME[2::3], *DRAWN[1::2], *SOME_OF_SEVERAL[1::2]]

@@ -54,7 +54,7 @@ def test_no_case_hides_another_of_its_name() -> None:
     assert COUPLED.keys() >= REFUSED
 
 
-@pytest.mark.parametrize("name", one_in(4, INDEPENDENT))
+@pytest.mark.parametrize("name", one_in(6, INDEPENDENT))
 def test_independent_samples_give_the_same_in_pieces(name: str) -> None:
     function, arguments = INDEPENDENT[name]
     model, tensors = _small(function, arguments, name)

@@ -205,6 +205,7 @@ def wrong(numbers: range) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_one_best_partial_plan_a_place_would_lose_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """RaNNC's rule: a table with one number in each cell. What these tests would miss is nothing like it."""
 

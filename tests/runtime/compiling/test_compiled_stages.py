@@ -331,6 +331,7 @@ def test_evaluation_in_inference_mode(ran: list[str], told: list[str]) -> None:
     assert not [line for line in told if "eagerly" in line or "again" in line]
 
 
+@pytest.mark.long
 def test_why_blocks_are_compiled_again(told: list[str]) -> None:
     torch.manual_seed(0)
     inner = Decoder(2, 0.0).double()

@@ -73,6 +73,7 @@ def sentences(length: int, other: int, rows: int = 3) -> tuple[torch.Tensor, ...
     return source, target, mask, torch.zeros(rows, length).double(), padded.double()
 
 
+@pytest.mark.long
 def test_lengths_of_an_encoder_decoder_share_traces(traced: list[str]) -> None:
     torch.manual_seed(0)
     lengths = [(9, 9), (7, 8), (12, 5), (6, 6), (8, 11), (20, 4)]
