@@ -317,6 +317,8 @@ class Session:
         planned = Planned(deployed.deployment, deployed.links, job_options(self._context), deployed.promise.key)
         self._measuring = StepMeasuring(self._context, planned, self._measures)
         self._measuring.gathered.append(deployed.calibration.take)
+        if self.world.rank == 0 and self._measures.after:
+            self._replanning.await_steps(self._measures.after)
 
     def ready(self) -> None:
         """Tell followers of it, once its first graph is bound."""

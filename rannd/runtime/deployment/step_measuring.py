@@ -40,7 +40,6 @@ from rannd.runtime.binding.bound_graph import BoundGraph
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World
-from rannd.runtime.planning.replanning import NOW
 from rannd.runtime.timeline.first_messages import FirstMessages, flights
 from rannd.runtime.timeline.joined_timeline import RankSteps, join, rank_events
 from rannd.runtime.timeline.recorder import StepRecorder
@@ -62,8 +61,6 @@ class MeasuringSettings:
     """Steps after which times are gathered; 0: never."""
     file: str
     """Where the timeline is written; '': nowhere."""
-    replans: bool = False
-    """Whether a better plan would be taken in the middle of the training."""
 
     @staticmethod
     def of(context: Context) -> MeasuringSettings:
@@ -80,7 +77,7 @@ class MeasuringSettings:
         )
         if wrong:
             raise UsageError(f"event_trace_file (RANNC_EVENT_TRACE_FILE): {wrong}")
-        return MeasuringSettings(after, file, bool(after) and config.replan == NOW)
+        return MeasuringSettings(after, file)
 
 
 @dataclass(frozen=True)
@@ -113,10 +110,6 @@ class StepMeasuring:
         """Tells when the job ends that there is no timeline."""
         if settings.file and self._world.rank == 0:
             self._unwritten = weakref.finalize(self, _tell_unwritten, settings.file)
-        self._unmeasured: weakref.finalize[[int], StepMeasuring] | None = None
-        """Tells when the job ends that steps were not measured, so that no better plan could be found."""
-        if settings.replans and self._world.rank == 0:
-            self._unmeasured = weakref.finalize(self, _tell_unmeasured, settings.after)
         self.measured: MeasuredStep | None = None
         """Times of all ranks, on all ranks, once they are gathered."""
         self.gathered: list[Callable[[MeasuredStep], None]] = []
@@ -130,8 +123,6 @@ class StepMeasuring:
     def close(self) -> None:
         """Forget the deployment."""
         self._has_told()
-        if self._unmeasured is not None:
-            self._unmeasured.detach()
         global _latest
         if _latest is self:
             _latest = None
@@ -159,8 +150,6 @@ class StepMeasuring:
                 self._counted = 1  # a rank has recorded none of these steps: the next ones may do
                 return
             self.measured = measured
-            if self._unmeasured is not None:
-                self._unmeasured.detach()
             self._recorder.thin_out()
             with self._cache.connected():
                 self._store(measured)
@@ -289,15 +278,6 @@ def _tell_unwritten(file: str) -> None:
         "the rows and sizes that were planned for; pyrannc._dump_events() writes that of an earlier one",
         file,
         TRACED,
-    )
-
-
-def _tell_unmeasured(after: int) -> None:
-    log.get("RaNNCModule").warning(
-        "replan=now had no effect: steps are measured from the second to number %d (calibrate_after), of those with "
-        "the rows and sizes that were planned for, whose gradients are reduced in their backward; the training had "
-        "fewer",
-        after + 1,
     )
 
 

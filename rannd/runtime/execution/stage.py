@@ -418,7 +418,9 @@ class Computing:
                 try:
                     values = self._finite.run(module, arguments)
                 except Exception as exc:
-                    if not is_accelerator(self._world.device) and not is_out_of_memory(exc):
+                    # It runs the operators again: not those of code that torch does not see, whose lines are told.
+                    unasked = is_accelerator(self._world.device) or self._opaque[number] or is_out_of_memory(exc)
+                    if not unasked:
                         tell_op(exc, module, arguments)
                     raise
         return dict(zip(part.outputs, values, strict=True)), after

@@ -86,6 +86,7 @@ class Calibration:
 
     def take(self, measured: MeasuredStep) -> None:
         """Take the times of all ranks. Collective, while the cache is connected."""
+        self._replanning.steps_measured()
         queued = is_accelerator(self._world.device)  # its host does not wait for it: a step's time is not known
         if self._world.rank == 0 and self._deployment.step_us and not queued:
             told = comparison(self._deployment, measured, self._world.rank_of_slot)
@@ -103,11 +104,6 @@ class Calibration:
             return []
         try:
             return self._learn(request, self._deployment, measured, client)
-        except KeyError:
-            logger.info(
-                "Nothing is learned from these steps: the cache does not have the times of all parts of the model, "
-                "which were measured elsewhere or are gone; cache=refresh (RANNC_CACHE=refresh) measures them"
-            )
         except Exception as exc:  # the training is worth more, and other ranks would wait for this one
             logger.warning("Nothing was learned from the steps: %s: %s", type(exc).__name__, exc)
         return []
@@ -118,8 +114,16 @@ class Calibration:
         by_number = stages_took(request, deployment, measured)
         if not by_number:
             return []
-        profile = dict(request.profile)
-        look_up(request, client, profile, parts.wanted([stage.ops for stage in by_number.values()]))
+        profile, wanted = dict(request.profile), parts.wanted([stage.ops for stage in by_number.values()])
+        look_up(request, client, profile, wanted)
+        missing = wanted.keys() - profile.keys()
+        if missing:
+            log.get("RaNNCModule").info(
+                "Nothing is learned from these steps: the cache does not have the times of %d of the model's parts, "
+                "which were measured elsewhere or are gone; cache=refresh (RANNC_CACHE=refresh) measures them",
+                len(missing),
+            )
+            return []
         took, works = [], []
         for number, stage in by_number.items():
             (cost,) = parts.work([stage.ops], profile, stage.rows, stage.most)

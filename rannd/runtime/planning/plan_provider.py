@@ -225,12 +225,11 @@ class Planner:
         # Looking for NaN in all blocks, or comparing what is recomputed, is no part of other jobs' steps.
         usual = self._config.check_nan != "all" and not self._config.verify_recomp
         usable = self._world.rank == 0 and self._config.cache == "on" and given is None and usual
-        learns = usable and self._used is not None and self._config.calibrate_after > 0
-        if self._world.broadcast_bytes(bytes([learns]))[0]:
-            links = self._measuring.measured_links()  # the cache may have lost them, but not the plan
-        if learns:
-            assert self._used is not None
-            own = Wanted(self._used, self._world.slots, self.usable_memory, deployment)
+        key = self._used if usable and self._config.calibrate_after else None
+        learns = self._world.broadcast_bytes(bytes([key is not None]))[0]
+        links = self._measuring.measured_links() if learns else None  # the cache may have lost them, but not the plan
+        if key is not None and links is not None:
+            own = Wanted(key, self._world.slots, self.usable_memory, deployment)
             request = self._request(links, [own])
         keys = LearnedKeys(self._measuring.learned_key(), self._measuring.runtime_key())
         return Calibration(self._world, self._context.cache, deployment, request, keys, replanning)

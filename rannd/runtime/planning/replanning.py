@@ -37,12 +37,24 @@ class Replanning:
         """Seconds that deploying took, without tracing and planning; a change takes about twice as long."""
         self._untaken: weakref.finalize[[], Replanning] | None = None
         """Tells when the job ends that the plan was not taken."""
+        self._unmeasured: weakref.finalize[[int], Replanning] | None = None
+        """Tells when the job ends that no steps were measured, so that no plan could be found."""
         self._agreed = False
         """Whether the ranks have agreed to take it before this call."""
         self._tells = False
         """Whether this rank has told that it is taken."""
         self._following: Better | None = None
         """What to deploy next, on all ranks; None: what the cache has."""
+
+    def await_steps(self, after: int) -> None:
+        """Let rank 0 tell when the job ends if no plan's steps were measured, which is done `after` so many."""
+        if self._now and self._unmeasured is None:
+            self._unmeasured = weakref.finalize(self, _tell_unmeasured, after)
+
+    def steps_measured(self) -> None:
+        """Note that steps were measured, of this plan or one before."""
+        if self._unmeasured is not None:
+            self._unmeasured.detach()
 
     def found(self, better: Better) -> None:
         """Note, in any thread of rank 0, a plan that is in the cache."""
@@ -135,6 +147,15 @@ class Replanning:
     def _told_why(self) -> None:
         if self._untaken is not None:
             self._untaken.detach()
+
+
+def _tell_unmeasured(after: int) -> None:
+    log.get("RaNNCModule").warning(
+        "replan=now had no effect: steps are measured from the second to number %d (calibrate_after), of those with "
+        "the rows and sizes that were planned for, whose gradients are reduced in their backward; the training had "
+        "fewer",
+        after + 1,
+    )
 
 
 def _tell_untaken() -> None:

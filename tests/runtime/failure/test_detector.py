@@ -307,6 +307,31 @@ def test_a_loss_that_is_nan_in_one_process() -> None:
     assert torch.isnan(model(torch.ones(2, 4)).detach())  # nothing is lost by a look
 
 
+class Opaque(nn.Module):
+    """Has code that torch does not see, and counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if float(x.sum()) > 100:
+            raise ValueError("too much")
+        return x * 2
+
+
+def test_code_that_torch_does_not_see_runs_once_though_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_CACHE", "off")
+    inner = Opaque()
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    model = pyrannc.RaNNCModule(nn.Sequential(layer, inner))
+    model(torch.ones(2, 4))
+    before = inner.calls
+    with pytest.raises(ValueError, match=r"^too much\n"):
+        model(torch.full((2, 4), 1e6))
+    assert inner.calls == before + 1
+
+
 def test_a_process_alone_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANNC_PIPELINE_NUM", "1")  # without a cache, measured costs could choose another number
 

@@ -77,6 +77,11 @@ def test_what_explains_a_step_is_said(two: Deployment) -> None:
     busiest = max(two.stages, key=lambda each: each.estimate.forward_us + each.estimate.backward_us)
     place = f"on rank {1 - busiest.slots[0]}"
     assert f" %), {place}: computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms" in told
+    late = [
+        msgspec.structs.replace(each, step_us=measured.step_us + 9.0 * (each.slot != busiest.slots[0]))
+        for each in measured.ranks
+    ]
+    assert place in comparison(two, msgspec.structs.replace(measured, ranks=tuple(late)), (1, 0)), "ranks wait"
     busy = comparison(two, steps(two, 1.5, busy=1.2, rest_us=7000.0), (1, 0))
     assert f"computing {0.5 * computing / 1e3:+.1f} ms, the runtime itself +7.0 ms, processors that others had" in busy
     assert f"had {0.3 * computing / 1e3:+.1f} ms, waiting and transfers" in busy

@@ -51,6 +51,18 @@ def test_a_plan_that_was_not_taken_is_told_at_the_end(caplog: pytest.LogCaptureF
         )
 
 
+def test_a_training_whose_steps_were_not_measured_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    for replan, measured, told in ((NOW, False, 1), (NOW, True, 0), (NEXT, False, 0)):
+        rank = Replanning(replan, None)
+        rank.await_steps(20)
+        if measured:
+            rank.steps_measured()
+        rank.await_steps(20)  # of the better plan, which may run for fewer
+        caplog.clear()
+        del rank
+        assert [each.message.split(":")[0] for each in caplog.records] == ["replan=now had no effect"] * told
+
+
 def test_the_next_run_takes_it_unless_asked_otherwise() -> None:
     rank = Replanning(NEXT, None)
     rank.found(BETTER)
