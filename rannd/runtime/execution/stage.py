@@ -419,8 +419,7 @@ class Computing:
                     values = self._finite.run(module, arguments)
                 except Exception as exc:
                     # It runs the operators again: not those of code that torch does not see, whose lines are told.
-                    unasked = is_accelerator(self._world.device) or self._opaque[number] or is_out_of_memory(exc)
-                    if not unasked:
+                    if not (is_accelerator(self._world.device) or self._opaque[number] or is_out_of_memory(exc)):
                         tell_op(exc, module, arguments)
                     raise
         return dict(zip(part.outputs, values, strict=True)), after
