@@ -586,6 +586,39 @@ def test_the_example_of_rannc_manual(run: Run) -> None:
     assert re.fullmatch(rf"{time_} \[I\] <RaNNCModule>: x\n{time_} \[I\] <other>: y\n", result.stdout)
 
 
+SUBJECTS = """
+first = log.LogSubject("Net")
+def say(subject, what):
+    with subject.speaking():
+        log.get("RaNNCModule").info(what)
+log.setup()
+say(first, "alone")
+second, third = log.LogSubject("Net"), log.LogSubject("Judge")
+for subject in first, second, third:
+    say(subject, "of several")
+with first.speaking():
+    say(second, "inside")
+    log.get("RaNNCModule").info("back")
+log.get("RaNNCModule").info("of none")
+second.end()
+del subject, third
+say(first, "alone again")
+"""
+
+
+def test_lines_name_their_model_where_there_are_several(run: Run) -> None:
+    assert [line.removeprefix("[RaNNCModule] [info] ") for line in run(SUBJECTS).stderr.splitlines()] == [
+        "alone",
+        "Net: of several",
+        "Net 2: of several",
+        "Judge: of several",
+        "Net 2: inside",
+        "Net: back",
+        "of none",
+        "alone again",
+    ]
+
+
 # --- parts ----------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from rannd.config.reading import config_directory
 from rannd.log import settings as settings_
 from rannd.log.settings import LoggerSettings, LogSettings
 from rannd.log.sinks import SpdlogSinks
+from rannd.log.subject import prefix
 from rannd.ranks.rank_variables import RANKS
 
 LOG_FILE = "logging.toml"
@@ -131,7 +132,7 @@ class SinkHandler(logging.Handler):
             if os.getpid() != self._pid:
                 self._reopen()
             name = "root" if record.name == BASE else record.name.removeprefix(f"{BASE}.")
-            self._sinks.write(record, name, self._route(name))
+            self._sinks.write(record, name, self._route(name), prefix())
         except Exception:
             self.handleError(record)
 

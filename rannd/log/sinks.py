@@ -93,15 +93,15 @@ class SpdlogSinks:
         for route in settings.loggers:
             self._loggers[route.name] = self._logger(route.name, route)
 
-    def write(self, record: logging.LogRecord, name: str, route: LoggerSettings) -> None:
-        """Writes a record of the logger `name` to the sinks of `route`, in its pattern."""
+    def write(self, record: logging.LogRecord, name: str, route: LoggerSettings, prefix: str = "") -> None:
+        """Writes a record of the logger `name`, after `prefix`, to the sinks of `route`, in its pattern."""
         for sink in route.sinks:
             self._follow(sink)
         logger = self._loggers.get(name)
         if logger is None:
             logger = self._loggers[name] = self._logger(name, route)
         # A file name may hold bytes that are not UTF-8, which spdlog rejects.
-        text = self._text.format(record).encode(errors="backslashreplace").decode()
+        text = f"{prefix}{self._text.format(record)}".encode(errors="backslashreplace").decode()
         logger.log(self._levels[_spdlog_level(record.levelno)], text)
 
     def flush(self) -> None:

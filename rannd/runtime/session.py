@@ -131,16 +131,17 @@ class Session:
 
         `delayed()` returns whether the reduction of gradients is delayed, now and when backward runs.
         """
-        if self.between_steps is not None:
-            self.between_steps()
-        recorder = self._context.recorder
-        recorder.begin_step(self._steps)
-        begun = recorder.begin_on_host()
-        ready = self._binding.flattened(args, kwargs, lambda call: self._prepare_call(call, training, waits=delayed()))
-        outputs = self._run_call(ready)
-        found = self._finish_call(ready, outputs, delayed)
-        recorder.end_on_host(Doing.CALL, begun)
-        return found
+        recorder, binding = self._context.recorder, self._binding
+        with self._context.subject.speaking():
+            if self.between_steps is not None:
+                self.between_steps()
+            recorder.begin_step(self._steps)
+            begun = recorder.begin_on_host()
+            ready = binding.flattened(args, kwargs, lambda call: self._prepare_call(call, training, waits=delayed()))
+            outputs = self._run_call(ready)
+            found = self._finish_call(ready, outputs, delayed)
+            recorder.end_on_host(Doing.CALL, begun)
+            return found
 
     def _prepare_call(self, call: Call, training: bool, *, waits: bool) -> ReadyCall:
         """Find the graph that all ranks run for a call, and this rank's part of the mini-batch."""
@@ -456,3 +457,4 @@ class Session:
             self._measuring.close()
             self._measuring = None
         self._binding.forget()
+        self._context.subject.end()

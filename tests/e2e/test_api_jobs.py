@@ -27,6 +27,8 @@ def test_undeploying_changes_nothing_in_training(job: Job) -> None:
 def test_several_models_and_hooks(job: Job) -> None:
     output = job.train(2, "tests/e2e/programs/several.py", RANNC_PIPELINE_NUM="2")
     assert output.count("several models are right on rank") == 2
+    for model in ("Sequential", "Sequential 2", "Judge"):
+        assert f"[RaNNCModule] [info] {model}: Plan" in output, model
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rannd import log
 from rannd.config import Config
 from rannd.runtime.comm.cache_client import Cache
 from rannd.runtime.comm.world import World
@@ -55,6 +56,8 @@ class Context:
     """NaN checks as configured by `check_nan`."""
     recorder: StepRecorder
     """What its steps are recorded with, as configured by `trace_events` and `event_trace_file`."""
+    subject: log.LogSubject
+    """Its name in lines of the log."""
 
     @staticmethod
     def of(
@@ -74,6 +77,7 @@ class Context:
             options if options is not None else WrapOptions(),
             Finite(config.check_nan),
             recorder_for(world.device, config.trace_events, config.event_trace_file),
+            log.LogSubject(type(model).__name__),
         )
 
     @property

@@ -69,6 +69,10 @@ class _Backward:
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Compute gradients of the call's input tensors from those of its tensor outputs."""
+        with self._executor.subject.speaking():
+            return self._run(gradients)
+
+    def _run(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         given: list[torch.Tensor | None] = [None] * self._outputs
         for place, gradient in zip(self._places, gradients, strict=True):
             given[place] = gradient

@@ -75,6 +75,7 @@ class Executor:
         self._last = len(own.bound.layout.stages)
         self._totals = own.totals
         self._recorder = context.recorder
+        self.subject = context.subject
         self._player = ProgramPlayer(context, graphs, reducer, buffers)
 
     def beside(self, others: Sequence[Executor]) -> Executor:
