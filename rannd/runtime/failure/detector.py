@@ -207,7 +207,7 @@ class FailureDetector:
             self._selector.register(self._channel.socket, selectors.EVENT_READ, self._hear)
         self._connected.set()
         self._hook()
-        atexit.register(self._leave)
+        atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._forked)
 
     def _hook(self) -> None:
@@ -522,6 +522,10 @@ class FailureDetector:
         os._exit(StepError.exit_code)
 
     # -- ending -----------------------------------------------------------------------------------------------
+
+    def _at_exit(self) -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends waiting for others; Python would print a traceback
+            self._leave()
 
     def _leave(self) -> None:
         """At exit: send Left, or make sure that the failure is reported on all ranks; the failed rank exits first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import signal
 import socket
 import struct
 import sys
@@ -129,6 +130,26 @@ def test_a_rank_does_not_wait_at_its_end_for_news_that_nobody_hears(
     leaving.start()
     leaving.join(30)
     assert not leaving.is_alive()
+
+
+def test_ctrl_c_ends_a_rank_that_waits_at_its_end(
+    ends: tuple[Channel, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word: what is raised in an exit handler, Python prints with a traceback."""
+    monkeypatch.setattr(late_error, "known", lambda: CheckpointError("the last save failed"))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.delattr(sys, "last_exc", raising=False)
+    watch, ended = FailureDetector(), threading.Event()
+    watch._channel, watch._thread = Channel(ends[0].socket.dup()), threading.Thread(target=ended.wait)
+    watch._thread.start()
+    told = threading.Thread(target=lambda: (ends[1].recv(1), signal.raise_signal(signal.SIGINT)))
+    told.start()
+    try:
+        watch._at_exit()  # waits for the thread of the watch until Ctrl-C
+    finally:
+        ended.set()
+        told.join()
+        watch._channel.close()
 
 
 def test_the_watch_sees_that_the_script_joins_a_thread() -> None:
