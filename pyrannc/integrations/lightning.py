@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import pyrannc
+from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, has_parameters
 from rannd.errors import UsageError
 from rannd.runtime.step_metrics import StepMetrics
 
@@ -29,12 +30,13 @@ class RaNNCStrategy(DDPStrategy):
 
     Args:
         module: Name of the module in the LightningModule, as ``named_modules()`` has it; by default its only child
-            with parameters.
+            with parameters, else the LightningModule itself ("") with its ``forward``.
         outputs: As of `RaNNCModule`. "all" is for a training_step that reads large outputs of a module that returns a
             loss, too.
 
     Raises:
-        UsageError: Some parameters are outside of the module, or there are several optimizers.
+        UsageError: Some parameters are outside of the module, there are several optimizers, or training_step does not
+            call the module.
     """
 
     strategy_name = "rannc"
@@ -70,6 +72,8 @@ class RaNNCStrategy(DDPStrategy):
         """Take a LightningModule, of which another Trainer may have wrapped the module."""
         super().connect(model)
         wrapped = [(name, each) for name, each in model.named_modules() if isinstance(each, pyrannc.RaNNCModule)]
+        if isinstance(model.forward, OwnForward):
+            wrapped = [("", model.forward.wrapper)]
         self._module_name, self.wrapper = wrapped[0] if wrapped else (self._given_name, None)
 
     def setup(self, trainer: Trainer) -> None:
@@ -77,12 +81,12 @@ class RaNNCStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         assert isinstance(self.lightning_module, LightningModule)
-        name = self._module_name or _only_child(self.lightning_module)
-        self._module_name = name
+        if self._module_name is None:
+            self._module_name = _module_with_parameters(self.lightning_module)
         if self.wrapper is None:
-            self.lightning_module.set_submodule(
-                name, self.precision_plugin.convert_module(self.lightning_module.get_submodule(name))
-            )
+            module = self.precision_plugin.convert_module(self.lightning_module.get_submodule(self._module_name))
+            if self._module_name:
+                self.lightning_module.set_submodule(self._module_name, module)
         with self._without_module():
             self.model_to_device()
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -99,7 +103,7 @@ class RaNNCStrategy(DDPStrategy):
         lightning_module, name = self.lightning_module, self._module_name
         assert lightning_module is not None
         assert name is not None
-        module = lightning_module.get_submodule(name)
+        module = lightning_module.get_submodule(name) if name else by_itself(lightning_module)
         inside = {id(each) for each in module.parameters()}
         outside = [each for each, value in lightning_module.named_parameters() if id(value) not in inside]
         if outside:
@@ -118,28 +122,61 @@ class RaNNCStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None) if optimizer is not None else None
         self.wrapper = pyrannc.RaNNCModule(module, optimizer, outputs=self._outputs, scaler=scaler)
         self._trains = optimizer is not None
-        lightning_module.set_submodule(name, self.wrapper)
+        if name:
+            lightning_module.set_submodule(name, self.wrapper)
+        else:
+            lightning_module.__dict__["forward"] = OwnForward(lightning_module, self.wrapper)
 
     def _unwrap(self, wrapper: pyrannc.RaNNCModule) -> None:
         assert self.lightning_module is not None
         assert self._module_name is not None
         wrapper.undeploy()
-        self.lightning_module.set_submodule(self._module_name, wrapper.module)
+        if self._module_name:
+            self.lightning_module.set_submodule(self._module_name, wrapper.module)
+        else:
+            del self.lightning_module.__dict__["forward"]
         wrapper.drop()
         self.wrapper = None
 
+    def teardown(self) -> None:
+        """Leave the module where it is: a rank does not have all of it to move to the CPU."""
+        with self._without_module() if self.wrapper is not None else contextlib.nullcontext():
+            super().teardown()
+
     @contextlib.contextmanager
     def _without_module(self) -> Iterator[None]:
-        """Take the module out of the LightningModule meanwhile."""
+        """Take the module out of the LightningModule meanwhile; all that has parameters, if it is the module itself."""
         lightning_module, name = self.lightning_module, self._module_name
         assert lightning_module is not None
         assert name is not None
-        module = lightning_module.get_submodule(name)
-        lightning_module.set_submodule(name, nn.Identity())
+        if name:
+            module = lightning_module.get_submodule(name)
+            lightning_module.set_submodule(name, nn.Identity())
+            try:
+                yield
+            finally:
+                lightning_module.set_submodule(name, module)
+            return
+        whole = {key: lightning_module.__dict__[key] for key in TENSORS}
+        rest = {key: child for key, child in lightning_module.named_children() if not has_parameters(child)}
+        lightning_module.__dict__.update({key: {} for key in TENSORS}, _modules=rest)
         try:
             yield
         finally:
-            lightning_module.set_submodule(name, module)
+            lightning_module.__dict__.update(whole)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run training_step of the LightningModule."""
+        found = super().training_step(*args, **kwargs)
+        if found is not None and self.wrapper is not None and self.wrapper._session.deployment is None:
+            name = type(self.lightning_module).__name__
+            place = f"self.{self._module_name}(..)" if self._module_name else "self(..)"
+            raise UsageError(
+                f'strategy="rannc": {name}.training_step does not call {place}, so that nothing of it ran on several '
+                f"ranks; compute with {place}"
+                + ("" if self._module_name else ", or put all layers into one module and call that")
+            )
+        return found
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -157,7 +194,7 @@ class RaNNCStrategy(DDPStrategy):
         with self._without_module():
             rest = self.lightning_module.state_dict()
         whole = self.wrapper.state_dict()
-        own = {f"{self._module_name}.{name}": value for name, value in whole.items()} if self.is_global_zero else {}
+        own = {f"{self._prefix}{name}": value for name, value in whole.items()} if self.is_global_zero else {}
         return {**rest, **own}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -166,12 +203,19 @@ class RaNNCStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
             return
         assert self.lightning_module is not None
-        state, prefix = checkpoint["state_dict"], f"{self._module_name}."
+        state, prefix = checkpoint["state_dict"], self._prefix
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         self.wrapper.load_state_dict(own, strict=strict)
+        if not prefix:
+            return
         with self._without_module():
             rest = {key: value for key, value in state.items() if not key.startswith(prefix)}
             self.lightning_module.load_state_dict(rest, strict=strict)
+
+    @property
+    def _prefix(self) -> str:
+        """What keys of the module's tensors begin with in a checkpoint."""
+        return f"{self._module_name}." if self._module_name else ""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state for the whole model. Collective."""
@@ -247,13 +291,17 @@ class _Ranks(ClusterEnvironment):
         return int(os.environ.get("GROUP_RANK", "0"))
 
 
-def _only_child(lightning_module: LightningModule) -> str:
-    names = [name for name, child in lightning_module.named_children() if any(True for _ in child.parameters())]
-    if len(names) == 1:
+def _module_with_parameters(lightning_module: LightningModule) -> str:
+    """Return the name of the only child with parameters, else "" for a LightningModule with a forward of its own."""
+    names = [name for name, child in lightning_module.named_children() if has_parameters(child)]
+    if len(names) == 1 and not has_parameters(lightning_module, recurse=False):
         return names[0]
+    if type(lightning_module).forward is not LightningModule.forward:
+        return ""
     raise UsageError(
         f'strategy="rannc" partitions one module, but {type(lightning_module).__name__} has parameters in '
-        f"{len(names)} of its modules ({', '.join(names)}); put all layers into one, and call that in training_step"
+        f"{len(names)} of its modules ({', '.join(names)}) and no forward; write one, and call self(..) in "
+        "training_step, or put all layers into one module, and call that"
     )
 
 

@@ -17,7 +17,7 @@ class LogSubject:
 
     def __init__(self, name: str) -> None:
         taken, number = {subject.name for subject in _subjects}, 1
-        self.name = name
+        self.name: str = name
         while self.name in taken:
             number += 1
             self.name = f"{name} {number}"

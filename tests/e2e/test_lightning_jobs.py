@@ -13,12 +13,14 @@ PROGRAM = "tests/e2e/programs/lightning_jobs.py"
 TWO = {"RANNC_PARTITION_NUM": "2", "RANNC_LOG_LEVEL": "warn"}
 
 
-def test_it_trains_as_ddp_does_and_goes_on_with_other_ranks(job: Job, tmp_path: Path) -> None:
-    assert job.train(2, PROGRAM, "parity", str(tmp_path), **TWO).count("parity is right") == 2
-    assert job.alone(PROGRAM, "resume", str(tmp_path)).count("resume is right") == 1
-    assert job.train(2, PROGRAM, "resume", str(tmp_path), **TWO).count("resume is right") == 2
+@pytest.mark.parametrize("layout", ["child", "itself"])
+def test_it_trains_as_ddp_does_and_goes_on_with_other_ranks(job: Job, tmp_path: Path, layout: str) -> None:
+    given = str(tmp_path), layout
+    assert job.train(2, PROGRAM, "parity", *given, **TWO).count("parity is right") == 2
+    assert job.alone(PROGRAM, "resume", *given).count("resume is right") == 1
+    assert job.train(2, PROGRAM, "resume", *given, **TWO).count("resume is right") == 2
 
 
 @pytest.mark.long
 def test_mixed_precision(job: Job, tmp_path: Path) -> None:
-    assert job.train(2, PROGRAM, "bf16", str(tmp_path), **TWO).count("bf16 is right") == 2
+    assert job.train(2, PROGRAM, "bf16", str(tmp_path), "child", **TWO).count("bf16 is right") == 2

@@ -29,10 +29,10 @@ class Mentions:
 
     An attribute that is only assigned, for example in a constructor, is not included.
 
-    Follows all methods of the module classes up to nn.Module, of user and library classes alike, and those of objects
-    and functions in attributes of modules. If user code accesses attributes by names that are not constants, every
-    name counts as read. Not found are names that library code composes, and names in library helpers outside of the
-    file of the class that calls them. Runs no user code.
+    Follows all methods of the module classes up to nn.Module, of user and library classes alike, but not those that a
+    subclass has replaced and does not call; and those of objects and functions in attributes of modules. If user code
+    accesses attributes by names that are not constants, every name counts as read. Not found are names that library
+    code composes, and names in library helpers outside of the file of the class that calls them. Runs no user code.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,17 +67,23 @@ class Mentions:
             self._waiting.append(kind)
 
     def _class(self, kind: type) -> None:
+        hidden: set[str] = set()
         for base in kind.__mro__:
             if base not in _BASE and (base.__module__ != "builtins"):
-                for value in base.__dict__.values():
-                    self._waiting += _functions(value)
+                for name, value in base.__dict__.items():
+                    found = [] if name in hidden else list(_functions(value))
+                    self._waiting += found
+                    if not any(_calls_super(function) for function in found):
+                        hidden.add(name)
 
     def _function(self, function: types.FunctionType) -> None:
         facts = facts_of(function.__code__)
         self._names |= facts.reads
         if facts.dynamic and not _is_library(function):
             self._any = True
-        for cell in function.__closure__ or ():
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if free == "__class__":  # of super(): the classes of `self` are known
+                continue
             try:
                 self._follow(cell.cell_contents, function)
             except ValueError:  # the cell is empty
@@ -108,6 +114,10 @@ class Mentions:
 
 def _is_library(function: types.FunctionType) -> bool:
     return function.__code__.co_filename.startswith(_LIBRARIES)
+
+
+def _calls_super(function: types.FunctionType) -> bool:
+    return any(name == "super" for name, *_ in facts_of(function.__code__).chains)
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

@@ -1,7 +1,9 @@
 """Lightning's Trainer with strategy="rannc", compared with strategy="ddp".
 
-usage: lightning_jobs.py {parity|bf16} FOLDER
-       lightning_jobs.py resume FOLDER
+usage: lightning_jobs.py {parity|bf16|resume} FOLDER {child|itself}
+
+child   the layers are in one child of the LightningModule
+itself  they are in several, and in the LightningModule, whose forward is partitioned
 
 parity  20 steps in doubles: accumulation, clipping, a schedule of the learning rate, validation, checkpoints, test,
         predictions
@@ -24,6 +26,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 from yardstick import raises
 
 import pyrannc
@@ -33,7 +36,7 @@ from rannd.errors import StepError, UsageError
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 RANK, SIZE = pyrannc.get_rank(), pyrannc.get_world_size()
-WAY, FOLDER = sys.argv[1], Path(sys.argv[2])
+WAY, FOLDER, LAYOUT = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 WIDTH, GLOBAL, STEPS, ADDED = 16, 8, 20, 2
 DTYPE = torch.float32 if WAY == "bf16" else torch.float64
 SHOWN = {"bf16": 3e-2}.get(WAY, 1e-9)
@@ -73,12 +76,64 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Two(Net):
-    """Has its layers in two modules."""
+class Itself(Net):
+    """Has layers, a parameter, a metric, what callbacks append to, and an attribute that its forward reads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(WIDTH, WIDTH)
+        whole, self.net = self.net, None  # type: ignore[assignment]
+        self.first, self.last = whole[:2], whole[2:]
+        self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=DTYPE))
+        self.gain, self.calls = 1.0, 0
+        self.error = MeanSquaredError().set_dtype(torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.first(inputs) * self.gain + self.shift)
+        return outputs
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        outputs = self.forward(batch[0]) if batch_idx % 2 else self(batch[0])
+        self.error(outputs, batch[1])
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        loss = F.mse_loss(outputs, batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.gain = 1.0 if batch_idx < 8 else 0.5
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append(("error", self.error.compute()))
+
+
+def count(module: Any, *_: Any) -> None:
+    module.calls += module.training
+
+
+class Encoder(pl.LightningModule):
+    """Computes with its layers, not with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(WIDTH, 4, dtype=DTYPE), nn.Linear(4, WIDTH, dtype=DTYPE)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        encoded: Tensor = self.encoder(inputs)
+        return encoded
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.decoder(self.encoder(batch[0])), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class NoForward(Encoder):
+    """Has two modules, and no forward."""
+
+    forward = pl.LightningModule.forward
 
 
 class Large(nn.Module):
@@ -151,7 +206,9 @@ def trainer(strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
 
 def fit(strategy: str, checkpoint: Path | None = None) -> tuple[Net, dict[str, Tensor]]:
     folder = FOLDER / (strategy if checkpoint is None else f"{strategy}, resumed")
-    net, one = Net(), trainer(strategy, folder)
+    net, one = {"child": Net, "itself": Itself}[LAYOUT](), trainer(strategy, folder)
+    if LAYOUT == "itself":
+        net.register_forward_hook(count)
     one.fit(net, loader(STEPS * ADDED * GLOBAL, 1), loader(24, 2), ckpt_path=checkpoint)
     one.save_checkpoint(folder / "last.ckpt")
     for tester in (one, trainer(strategy, folder)):
@@ -175,12 +232,15 @@ def compare(ours: tuple[Net, Any], theirs: tuple[Net, Any]) -> None:
 def parity() -> None:
     ours = fit("rannc")
     compare(ours, fit("ddp"))
-    assert isinstance(ours[0].net, pyrannc.RaNNCModule)
-    if WAY == "parity":
+    if LAYOUT == "child":
+        assert isinstance(ours[0].net, pyrannc.RaNNCModule)
+    if WAY == "parity" and LAYOUT == "child":
         large_outputs()
-        raises(
-            UsageError, "has parameters in 2 of its modules", lambda: trainer("rannc", FOLDER).fit(Two(), loader(8, 1))
-        )
+    elif WAY == "parity":
+        assert isinstance(ours[0], Itself)
+        assert ours[0].calls == STEPS * ADDED // 2  # self.forward(..) has no hooks
+        for kind, told in ((Encoder, "Encoder.training_step does not call self(..)"), (NoForward, "no forward")):
+            raises(UsageError, told, lambda kind=kind: trainer("rannc", FOLDER).fit(kind(), loader(10 * GLOBAL, 1)))
 
 
 def large_outputs() -> None:

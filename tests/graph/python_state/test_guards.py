@@ -305,6 +305,33 @@ def test_mentioned_names() -> None:
     assert "forward" in found  # torch reads it of every module
 
 
+class Replacing(Reading):
+    """Replaces a method."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Extending(Reading):
+    """Calls the method that it replaces."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Naming(Reading):
+    """The same by the name of the class."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Reading.forward(self, x)
+
+
+def test_what_a_replaced_method_reads_is_not_mentioned() -> None:
+    assert "in_a_list" not in Mentions(Replacing(2, 2))
+    assert "in_a_list" in Mentions(Extending(2, 2))
+    assert "in_a_list" in Mentions(Naming(2, 2))
+
+
 def test_names_that_objects_in_objects_read_are_mentioned() -> None:
     """As deep as the guard looks."""
     model = nn.Linear(2, 2)
