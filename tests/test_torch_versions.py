@@ -26,6 +26,8 @@ FOLDERS = ("rannd", "pyrannc", "bench")
 OTHERS = {
     "_abc_impl": "of Python's abstract classes",
     "_asdict": "of Python's named tuples",
+    "_device": "of Lightning's modules",
+    "_dtype": "of Lightning's modules",
     "_free": "of rannd's MessageBuffers, which bench/_tensor_bytes.py reads",
     "_graphs": "of rannd's Deployed, which bench/runtime.py reads",
     "_init_weights": "of transformers' models",
