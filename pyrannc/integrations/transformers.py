@@ -12,6 +12,7 @@ from torch import nn
 import pyrannc
 from rannd import log
 from rannd.errors import UsageError
+from rannd.runtime.parameters.state_dict import call_whole, same_configurations
 from rannd.runtime.step_metrics import StepMetrics
 from rannd.runtime.wrapping.other_wrappers import NOT_COMPILED
 
@@ -103,9 +104,12 @@ class RaNNCTrainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model by its own method, for `from_pretrained`. Collective."""
-        if self._wrapper is not None:
-            state = self._wrapper.state_dict(rank0_only=not self.args.save_on_each_node)
-            self._save(output_dir, state_dict=state)
+        if self._wrapper is not None and self.args.save_on_each_node:
+            with same_configurations(self._wrapper.module):
+                self._save(output_dir, state_dict=self._wrapper.state_dict(rank0_only=False))
+        elif self._wrapper is not None:
+            session = self._wrapper._session
+            call_whole(session.world, session.parameters, self._wrapper.module, self._save, (output_dir,), {})
         else:
             self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:

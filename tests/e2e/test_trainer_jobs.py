@@ -11,7 +11,7 @@ pytestmark = pytest.mark.ranks
 
 PROGRAM = "tests/e2e/programs/trainer_jobs.py"
 TWO = {"RANNC_PARTITION_NUM": "2", "RANNC_LOG_LEVEL": "warn"}
-WAYS = ("smoothed", "own", "best", "bfloat16", "adapters")
+WAYS = ("smoothed", "own", "best", "bfloat16", "adapters", "padded")
 MODELS = (
     ("gpt-j", "gpt-neox", "opt", "bloom", "llama", "mistral"),
     ("qwen3", "gemma2", "phi3", "falcon", "mixtral, looped", "mamba"),

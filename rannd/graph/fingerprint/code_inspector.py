@@ -28,7 +28,7 @@ from rannd.graph.fingerprint.module_writer import ModuleWriter
 from rannd.graph.fingerprint.object_reader import C_DESCRIPTORS, CACHED
 from rannd.graph.fingerprint.patched_libraries import Foreign
 from rannd.graph.fingerprint.provenance import PYTHON, USER, owner_of_function, owner_of_module
-from rannd.graph.fingerprint.state_rules import IGNORED
+from rannd.graph.fingerprint.state_rules import IGNORED, IGNORED_OF_FUNCTIONS
 from rannd.graph.fingerprint.value_writer import Hidden
 
 _METHODS = frozenset({types.FunctionType, staticmethod, classmethod, property, functools.cached_property, CACHED})
@@ -37,8 +37,6 @@ _CLASS_SKIPPED = frozenset(
      "__annotate_func__", "__annotations_cache__", "__abstractmethods__", "_abc_impl", "__firstlineno__",
      "__static_attributes__", "__parameters__", "__orig_bases__"}
 )  # fmt: skip
-_OF_DYNAMO = frozenset({"__dynamo_disable", "_torchdynamo_wrapper_id"})
-"""Attributes in which torch notes, when a function is first called, what its compiler makes of it, and an id."""
 _ABSENT = object()
 _UNKEYED = "which depends on state that a cache key cannot include (files, devices, random numbers, other processes)"
 
@@ -116,7 +114,7 @@ class Inspector(ModuleWriter):
 
     def _read_function(self, function: types.FunctionType, label: str, owner: str, tolerant: bool) -> None:
         digest = digest_of(function.__code__)
-        attributes = {name: value for name, value in function.__dict__.items() if name not in _OF_DYNAMO}
+        attributes = {name: value for name, value in function.__dict__.items() if name not in IGNORED_OF_FUNCTIONS}
         if owner:
             self.owners.add(owner)
         if owner and not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or attributes):

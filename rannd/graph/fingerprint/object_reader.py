@@ -42,6 +42,7 @@ from rannd.graph.fingerprint.state_rules import (
     GUARD_ITEMS,
     GUARD_LEVELS,
     HOOK_FLAGS,
+    IGNORED_OF_FUNCTIONS,
     INTERNAL,
     TENSORS,
     UNDO_VALUES,
@@ -258,8 +259,11 @@ def _function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, inner
     if value.__closure__:
         yield from cells(value)
-    if value.__dict__:
-        yield "attributes", value.__dict__
+    own = value.__dict__
+    if not IGNORED_OF_FUNCTIONS.isdisjoint(own):
+        own = {name: inner for name, inner in own.items() if name not in IGNORED_OF_FUNCTIONS}
+    if own:
+        yield "attributes", own
 
 
 def _cell(value: Any) -> Iterator[tuple[str, Any]]:

@@ -110,6 +110,9 @@ graph does what forward does with them, so that nothing is lost if they are not 
 IGNORED_OF_TENSORS = ("_dynamo", "_rannd_")
 """Prefixes of attributes that torch.export and rannd's runtime leave on tensors."""
 
+IGNORED_OF_FUNCTIONS = frozenset({"__dynamo_disable", "_torchdynamo_wrapper_id"})
+"""Attributes in which torch notes, when a function is first called, what its compiler makes of it, and an id."""
+
 TENSOR = ("class", "dtype", "shape", "requires_grad", "attributes")
 """Properties of a tensor in both, beside its identity (guard) or its values and name (key)."""
 

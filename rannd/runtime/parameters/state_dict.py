@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from types import NoneType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -132,22 +131,31 @@ def call_whole(
             first = {id(tensor): name for name, tensor in parameters.tensors.items()}
             wanted = dict.fromkeys(first[id(place.original)] for place in places(model))
             whole = {name: gather_tensor(world, parameters, name, everywhere=False) for name in wanted}
-    config = getattr(model, "config", None)
-    before = _plain_attributes(config)
 
     def make() -> Any:
-        with StandIns(model, lambda place: whole.get(first.get(id(place.original), ""))):
+        stand_ins = StandIns(model, lambda place: whole.get(first.get(id(place.original), "")))
+        with same_configurations(model), stand_ins:
             return method(*args, **kwargs)
 
-    def noted(_: Any) -> bytes:
-        # Hugging Face notes the class and the dtype there. Models that differ between ranks would be traced every time.
-        after = _plain_attributes(config)
-        return msgspec.msgpack.encode({k: v for k, v in after.items() if k not in before or before[k] != v})
-
-    result, told = _on_rank_0(world, getattr(method, "__name__", "the method"), make, noted)
-    if world.rank != 0 and isinstance(getattr(config, "__dict__", None), dict):
-        vars(config).update(msgspec.msgpack.decode(told, type=dict[str, Any]))
+    result, _ = _on_rank_0(world, getattr(method, "__name__", "the method"), make, lambda _: b"")
     return result
+
+
+@contextlib.contextmanager
+def same_configurations(model: nn.Module) -> Iterator[None]:
+    """Undo changes of the configurations of a model of Hugging Face, which notes its class and dtype when it is saved.
+
+    Ranks would have different models then, whose graphs are made anew on each of them.
+    """
+    configurations = {id(vars(module).get("config")): vars(module).get("config") for module in model.modules()}
+    found = [each.__dict__ for each in configurations.values() if isinstance(getattr(each, "__dict__", None), dict)]
+    before = [dict(each) for each in found]
+    try:
+        yield
+    finally:
+        for each, kept in zip(found, before, strict=True):
+            each.clear()
+            each.update(kept)
 
 
 def _on_rank_0(world: World, name: str, make: Callable[[], Any], describe: Callable[[Any], bytes]) -> tuple[Any, bytes]:
@@ -168,16 +176,6 @@ def _on_rank_0(world: World, name: str, make: Callable[[], Any], describe: Calla
     if not told.startswith(b"="):
         raise UsageError(told.decode())
     return result, told[1:]
-
-
-def _plain_attributes(config: Any) -> dict[str, Any]:
-    """Strings, flags and lists of strings among an object's own attributes."""
-    own = getattr(config, "__dict__", None)
-    return {
-        name: value
-        for name, value in (own.items() if isinstance(own, dict) else ())
-        if type(value) in (str, bool, NoneType) or (type(value) is list and all(type(each) is str for each in value))
-    }
 
 
 def own_state(

@@ -129,11 +129,12 @@ for each in (gpt, model):
         each.generate(prompt, **options)
 print("generate is right", flush=True)
 
+before = dict(vars(config))
 for deployed in (True, False):
     if not deployed:
         model.undeploy()
     model.save_pretrained(FOLDER / "saved")  # rank 0 alone writes
-    assert (config.architectures, config.dtype) == (["GPT2LMHeadModel"], "float64"), config  # on every rank
+    assert vars(config) == before, config  # on every rank, so that nothing is traced again
     pyrannc.barrier()
     loaded = transformers.GPT2LMHeadModel.from_pretrained(FOLDER / "saved", dtype=torch.float64)
     for name, value in alone.state_dict().items():

@@ -1,12 +1,13 @@
 """Hugging Face's Trainer with a partitioned model, compared with Trainer under DistributedDataParallel.
 
-usage: trainer_jobs.py {parity|smoothed|own|adapters|bfloat16|best} FOLDER
+usage: trainer_jobs.py {parity|smoothed|own|padded|adapters|bfloat16|best} FOLDER
        trainer_jobs.py resume FOLDER {RaNNCTrainer|Trainer}
        trainer_jobs.py models FOLDER NAME..
 
 parity    20 steps in doubles: accumulation, clipping, a schedule of the learning rate, evaluation, checkpoints
 smoothed  the same with smoothed labels: the script computes the loss, of all logits
 own       a few steps with a compute_loss of the script's own, which reads large logits
+padded    rows of different lengths, other ones on each rank, checkpointed activations, and saving in between
 adapters  the same with LoRA adapters of PEFT, which alone are trained and saved
 bfloat16  five steps under autocast
 best      evaluation before training, metrics of predictions, the best model at the end, and a second training
@@ -54,6 +55,12 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.tokens[row], "labels": labels}
 
 
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Collate rows, of which the first tells the length."""
+    length = 6 + int(rows[0]["input_ids"][0]) % 7
+    return {name: torch.stack([row[name][:length] for row in rows]) for name in rows[0]}
+
+
 class Batch(Dataset[dict[str, Tensor]]):
     """The rows of a batch."""
 
@@ -99,7 +106,9 @@ def trained(
     kind: type[Trainer], model: nn.Module, train: Dataset[Any], test: Dataset[Any], *, resume: str = "", **options: Any
 ) -> tuple[Trainer, list[dict[str, float]], dict[str, Tensor]]:
     """(trainer, what it has logged, the whole model's state on rank 0)."""
-    told = {"plan_metrics": True} if WAY == "bfloat16" and kind is RaNNCTrainer else {}
+    told: dict[str, Any] = {"plan_metrics": True} if WAY == "bfloat16" and kind is RaNNCTrainer else {}
+    if WAY == "padded":
+        told["data_collator"] = padded
     given = arguments(kind.__name__, **options)
     trainer = kind(model=model, args=given, train_dataset=train, eval_dataset=test, **told)
     with contextlib.redirect_stdout(None):
@@ -143,7 +152,8 @@ def adapters() -> None:
 
     def adapted(dtype: torch.dtype) -> nn.Module:
         model = gpt2(torch.float32)
-        chosen = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+        chosen = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True,
+                                 modules_to_save=["ln_f"])  # fmt: skip
         return peft.get_peft_model(model, chosen).to(dtype)
 
     _, _, state = side_by_side(adapted, weight_decay=0.1)
@@ -266,6 +276,8 @@ def zoo(kind: type[Trainer], entry: Entry) -> tuple[Trainer, list[dict[str, floa
 def main() -> None:
     if WAY == "smoothed":
         side_by_side(label_smoothing_factor=0.1)
+    elif WAY == "padded":
+        side_by_side(gradient_checkpointing=True, save_steps=3, max_steps=8)
     else:
         ways = (parity, own, adapters, bfloat16, resume, best, models)
         {way.__name__: way for way in ways}[WAY]()

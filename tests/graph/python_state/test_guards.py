@@ -204,6 +204,23 @@ def test_what_runs_as_it_is_has_only_its_training_flag() -> None:
     assert before != outside(state_of(model), ["1"])
 
 
+def test_what_torch_notes_in_functions_changes_nothing() -> None:
+    """When `checkpoint` is first called, for example, which models of Hugging Face have in an attribute."""
+
+    def ordinary(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    model = nn.Linear(2, 2)
+    model.function = functools.partial(torch._disable_dynamo(ordinary), x=1)
+    before = state_of(model)
+    assert "__dynamo_disable" not in vars(ordinary)
+    model.function(x=torch.ones(1))
+    assert "__dynamo_disable" in vars(ordinary)
+    assert before == state_of(model)
+    ordinary.own = 1  # type: ignore[attr-defined]
+    assert before != state_of(model)
+
+
 def test_an_id_is_not_used_again_while_it_is_remembered() -> None:
     model = nn.Linear(2, 2)
     states = []
