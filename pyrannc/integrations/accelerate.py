@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +52,21 @@ class RaNNCAccelerator(accelerate.Accelerator):
             )
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Wrap models with their optimizers, and prepare the rest as Accelerate does; in the order of `args`."""
-        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        """Wrap models with their optimizers, and prepare the rest as Accelerate does; in the order of `args`.
+
+        An optimizer may follow in a call of its own, before the first call of its model. UsageError for another one.
+        """
+        optimizers = [getattr(each, "optimizer", each) for each in args if isinstance(each, torch.optim.Optimizer)]
         wrapped = [
             _Prepared(self, each, _optimizer_of(each, optimizers))
             if isinstance(each, nn.Module) and not isinstance(each, _Prepared)
             else each
             for each in args
         ]
+        models = {id(each): each for each in (*self._models, *wrapped) if isinstance(each, _Prepared)}
+        for model, optimizer in itertools.product(models.values(), optimizers):
+            if _steps(optimizer, model):
+                model.step_with(optimizer)
         return super().prepare(*wrapped, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -90,13 +99,28 @@ class RaNNCAccelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[None]:
-        """Hide from Accelerate what it would save and load on each rank as if that had all of it."""
+        """Hide from Accelerate, not from hooks, what it would save and load on each rank as if that had all of it."""
         models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        saving, loading = self._save_model_state_pre_hook, self._load_model_state_pre_hook
+        before = dict(saving), dict(loading)
+
+        def save(hook: Callable[..., None], _: Any, __: Any, folder: str) -> None:
+            hook(models, [self.get_state_dict(each) for each in models], folder)
+
+        def load(hook: Callable[..., None], _: Any, folder: str) -> None:
+            hook(list(models), folder)
+
+        own = {id(model.stepped_by) for model in models}
+        self._models = []
+        self._optimizers = [each for each in optimizers if id(getattr(each, "optimizer", each)) not in own]
+        saving.update({key: functools.partial(save, hook) for key, hook in saving.items()})
+        loading.update({key: functools.partial(load, hook) for key, hook in loading.items()})
         try:
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+            saving.update(before[0])
+            loading.update(before[1])
 
     def save_model(
         self,
@@ -127,6 +151,19 @@ class _Prepared(pyrannc.RaNNCModule):
         self.__dict__["_accelerator"] = accelerator
         self.__dict__["stepped_by"] = optimizer
 
+    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer of the model, if there is none yet."""
+        if self.stepped_by is optimizer:
+            return
+        if self.stepped_by is not None or self._session.deployment is not None:
+            why = "has been called" if self.stepped_by is None else f"has {type(self.stepped_by).__name__} already"
+            raise UsageError(
+                f"accelerator.prepare: {type(optimizer).__name__} steps parameters of a model that {why}, so that its "
+                "state would not be saved; use one optimizer for a model, and prepare(model, optimizer) in one call"
+            )
+        self.drop()
+        _Prepared.__init__(self, self._accelerator, self.module, optimizer)
+
     @property
     def _is_accelerate_prepared(self) -> bool:
         return True
@@ -150,11 +187,12 @@ _REPLICAS = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 def _optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
     """Return the optimizer that steps a parameter of the model; None: it is not trained."""
+    return next((optimizer for optimizer in optimizers if _steps(optimizer, model)), None)
+
+
+def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     own = {id(each) for each in model.parameters()}
-    for optimizer in optimizers:
-        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-            return optimizer
-    return None
+    return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
 
 
 def _folder(folder: str, number: int) -> Path:

@@ -20,7 +20,7 @@ def test_it_trains_as_accelerate_does_and_goes_on_with_other_ranks(job: Job, tmp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["bf16", "pair"])
+@pytest.mark.parametrize("way", ["bf16", "pair", "separate"])
 def test_mixed_precision_and_two_models(job: Job, tmp_path: Path, way: str) -> None:
     assert job.train(2, PROGRAM, way, str(tmp_path), **TWO).count(f"{way} is right") == 2
 

@@ -1,10 +1,11 @@
 """A training loop of Hugging Face's Accelerate with a partitioned model, compared with DistributedDataParallel's.
 
-usage: accelerator_jobs.py {parity|bf16|resume|pair} FOLDER
+usage: accelerator_jobs.py {parity|bf16|resume|pair|separate} FOLDER
 
 parity  20 steps in doubles: accumulation, clipping, a schedule of the learning rate, evaluation, states and the model
 bf16    the same in mixed precision
 resume  goes on from the state after 10 steps that `parity` has left, on any number of ranks
+separate  model and optimizer prepared in calls of their own, hooks of states, and an optimizer of no model
 pair    two models, each with an optimizer, of which one computes the other's input
 """
 
@@ -138,6 +139,53 @@ def resume() -> None:
     compare(job, plain, skip=len(plain.found) // 2)
 
 
+def separate() -> None:
+    accelerator, seen = RaNNCAccelerator(cpu=True), list[Any]()
+    model = accelerator.prepare(network())
+    steps = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    scale = nn.Parameter(torch.ones((), dtype=DTYPE))
+    others = accelerator.prepare(torch.optim.AdamW([scale], lr=1e-2))
+
+    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+        seen.append([type(each) for each in models])
+        if RANK == 0:
+            torch.save(weights[0], Path(folder) / "own.pt")
+        weights.pop()
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        seen.append([type(models.pop())])
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+    def train() -> list[Tensor]:
+        losses = []
+        for step in range(3):
+            inputs = torch.randn(4, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(10 * step + RANK))
+            loss = (model(inputs) * scale).pow(2).mean()
+            accelerator.backward(loss)
+            scale.grad = accelerator.reduce(scale.grad, "mean")  # Accelerate saves rank 0's optimizer
+            for each in (steps, others):
+                each.step()
+                each.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    train()
+    accelerator.save_state(str(FOLDER / "separate"))
+    whole, kept, first = accelerator.get_state_dict(model), scale.detach().clone(), train()
+    accelerator.load_state(str(FOLDER / "separate"))
+    with torch.no_grad():
+        scale.copy_(kept)
+    torch.testing.assert_close(train(), first, rtol=0, atol=0)
+    assert seen == [[type(model)], [type(model)]]
+    if RANK == 0:
+        torch.testing.assert_close(torch.load(FOLDER / "separate" / "own.pt"), dict(whole), rtol=0, atol=0)
+    for each, told in ((model, "has AdamW already"), (accelerator.prepare(network()), "has been called")):
+        each(torch.ones(2, WIDTH, dtype=DTYPE))
+        raises(UsageError, told, lambda each=each: accelerator.prepare(torch.optim.SGD(each.parameters(), lr=0.1)))
+
+
 def pair() -> None:
     """As a generator and a critic."""
     results = []
@@ -160,5 +208,5 @@ def pair() -> None:
         torch.testing.assert_close(results[1], results[0], rtol=SHOWN, atol=SHOWN)
 
 
-{"parity": parity, "bf16": parity, "resume": resume, "pair": pair}[WAY]()
+{"parity": parity, "bf16": parity, "resume": resume, "pair": pair, "separate": separate}[WAY]()
 print(f"{WAY} is right on rank {RANK}", flush=True)
