@@ -55,6 +55,10 @@ _ADVICE = {
         "Call model.save_pretrained(..) of the RaNNCModule, not of the model inside it, on all ranks: it writes the "
         "whole model, once"
     ),
+    ("transformers.generation", "generate"): (
+        "generate() of a model with an encoder calls that by itself, past the plan: call model.undeploy() on all "
+        "ranks, then each may call model.module.generate(..); the next training step deploys the model again"
+    ),
     ("torch.nn.modules.module", "load_state_dict"): (
         "Call model.load_state_dict(state) of the RaNNCModule, not of the model inside it, on all ranks, with the "
         "whole state on each"

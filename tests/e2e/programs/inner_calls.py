@@ -148,3 +148,19 @@ for deployed in (True, False):
 pyrannc.barrier()
 assert not hasattr(pyrannc.RaNNCModule(task()), "save_pretrained")
 print("save_pretrained is right", flush=True)
+
+# A model with an encoder, which generate() calls by itself: it ends the job where the encoder is on another rank.
+torch.manual_seed(0)
+t5 = transformers.T5ForConditionalGeneration(
+    transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+)
+both = pyrannc.RaNNCModule(t5.double(), torch.optim.SGD(t5.parameters(), 1e-1))
+both(input_ids=ids, labels=ids).loss.backward()
+both.eval()
+both.undeploy()
+assert both.module.generate(ids, **options).shape == (4, 10)
+both(input_ids=ids, labels=ids)
+print("generate after undeploy is right", flush=True)
+both.generate(ids, use_cache=False, synced_gpus=True, **options)
