@@ -103,7 +103,8 @@ function drawCosts() {
   if (page.uses.length) {
     const critical = page.uses.find((each) => each.critical);
     const step = critical.forward_us + critical.backward_us + critical.reduce_us + critical.idle_us;
-    section.append(make("p", {}, `Devices ${critical.devices}, stage ${critical.stages}, compute longest: `
+    section.append(make("p", {}, `${critical.count > 1 ? "Devices" : "Device"} ${critical.devices}, `
+      + `${critical.stages.includes(",") ? "stages" : "stage"} ${critical.stages}, ${critical.count > 1 ? "compute" : "computes"} longest: `
       + `${time(critical.forward_us + critical.backward_us)} of ${time(step)}. With this plan and these costs a step cannot be shorter than that; `
       + "less work there, or less waiting, makes it shorter."));
     section.append(legend([["c0", "forward"], ["c1", "backward"], ["c4", "reductions, alone"], ["c6", "waiting, transfers, the runtime"]]));
@@ -177,7 +178,8 @@ function drawTimeline() {
     button("All", "Whole step", () => zoom(1e9)),
     make("span", { class: "small faint", id: "range" }, "")));
   section.append(make("p", { class: "small faint" }, "Drag to move, Ctrl and the wheel to zoom. Keys: arrows go from event to event "
-    + "and from device to device, + and − zoom, 0 shows all."));
+    + "and from device to device, + and − zoom, 0 shows all. Simulated forwards and backwards are drawn with what the runtime takes "
+    + "for each and for its messages, which counts as not computing above."));
   section.append(legend(KINDS.slice(0, 7).map((name, place) => [`c${place}`, name])));
   const style = () => {
     const all = getComputedStyle(document.documentElement);

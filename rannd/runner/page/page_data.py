@@ -40,10 +40,12 @@ class PlanVerdict(msgspec.Struct, frozen=True):
 
 
 class SlotUse(msgspec.Struct, frozen=True):
-    """What devices with the same stages spend a step for: the one of them that computes longest."""
+    """What each of the devices with the same stages spends a step for."""
 
     devices: str
     stages: str
+    count: int
+    """Devices."""
     forward_us: float
     backward_us: float
     reduce_us: float

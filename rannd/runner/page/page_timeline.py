@@ -98,33 +98,38 @@ def measured_timeline(deployment: Deployment, measured: MeasuredStep, slots: Seq
 
 
 def slot_uses(deployment: Deployment, step: DrawnStep) -> list[SlotUse]:
-    """Return what devices spend the step for, by the stages that they have."""
+    """Return what devices spend the step for, by the stages that they have.
+
+    Forwards and backwards are those of the estimates, as in `bubble`: simulated ones also have what the runtime takes.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, slot in enumerate(step.slots[: len(step.simulation.busy_us)]):
         numbers = tuple(number for number, stage in enumerate(deployment.stages) if slot in stage.slots)
         groups.setdefault(numbers, []).append(place)
     busy = step.simulation.busy_us
-    longest = max(busy)
     found = []
     for numbers, places in groups.items():
         place = max(places, key=lambda each: busy[each])
+        estimates = [deployment.stages[number].estimate for number in numbers]
+        forward, backward = sum(each.forward_us for each in estimates), sum(each.backward_us for each in estimates)
         own = [event for event in step.simulation.events if event.slot == place]
-        forward = sum(event.us for event in own if event.category == COMPUTE and event.name[:1] == "F")
         computed = [event for event in own if event.category == COMPUTE]
         both = _covered([*computed, *(event for event in own if event.category == REDUCE)])
-        alone = _covered(computed)
+        reduce = both - _covered(computed)
         found.append(
             SlotUse(
                 devices_text([deployment.slots[step.slots[each]] for each in places]),
                 ", ".join(map(str, numbers)),
+                len(places),
                 forward,
-                busy[place] - forward,
-                both - alone,
-                max(step.simulation.step_us - both, 0.0),
-                busy[place] == longest,
+                backward,
+                reduce,
+                max(step.simulation.step_us - forward - backward - reduce, 0.0),
+                False,
             )
         )
-    return found
+    longest = max(each.forward_us + each.backward_us for each in found)
+    return [msgspec.structs.replace(each, critical=each.forward_us + each.backward_us == longest) for each in found]
 
 
 def _covered(events: Iterable[Event]) -> float:

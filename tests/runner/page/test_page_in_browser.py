@@ -87,6 +87,7 @@ def test_all_parts_are_drawn_and_nothing_fails(shown: Shown, plan: Deployment) -
         assert shown.one(f"#{part}").is_displayed(), part
     titles = [each.text.split(",")[0] for each in shown.all("#timeline h3")]
     assert titles == ["predicted", "measured", "predicted"]
+    assert re.match(r"Devices 0:\d 1:\d|Devices 0-1:\d", shown.text("#costs p")), shown.text("#costs p")
     assert "transformer" not in shown.text("#graph")
     assert re.search(r"layer\.0\.\.2 × 3", shown.text("#graph")), "equal layers are folded"
     assert "models/net.py:" in shown.text("#graph")

@@ -8,6 +8,7 @@ from shown_plans import measured, planned
 
 from rannd.plan.deployment import Deployment
 from rannd.plan.measured_step import StepEvent
+from rannd.plan.plan_text import bubble
 from rannd.runner.page import page_timeline
 from rannd.runner.page.page_data import KINDS, Timeline
 from rannd.runner.page.page_timeline import measured_timeline, predicted, predicted_timeline, slot_uses
@@ -111,6 +112,17 @@ def test_devices_spend_all_of_the_step(plan: Deployment) -> None:
         assert each.forward_us > 0
     longest = max(uses, key=lambda each: each.forward_us + each.backward_us)
     assert longest.critical
+    assert [each.count for each in uses] == [2, 2]
+
+
+def test_devices_compute_what_the_plan_says_that_they_do(plan: Deployment) -> None:
+    """Not what the simulation counts as busy, which has the runtime's part of each action."""
+    step = predicted(plan).step
+    assert step is not None
+    uses = slot_uses(plan, step)
+    computed = sum(each.count * (each.forward_us + each.backward_us) for each in uses)
+    assert computed / (len(plan.slots) * plan.step_us) == pytest.approx(1 - bubble(plan))
+    assert computed < sum(step.simulation.busy_us) - 1
 
 
 def test_a_step_that_cannot_be_simulated_says_why(plan: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
