@@ -171,6 +171,11 @@ class MeasuredStep(msgspec.Struct, frozen=True):
     """Of one step, if ranks have recorded them (`trace_events = "full"`) and they are not too many."""
 
     @property
+    def steps(self) -> int:
+        """Number of steps whose medians these are."""
+        return min(rank.steps for rank in self.ranks)
+
+    @property
     def step_us(self) -> float:
         """Time of a step: of the slowest rank, from the agreement on, which takes as long as on the last rank to come.
 

@@ -90,7 +90,7 @@ def show_measured(deployment: Deployment, measured: MeasuredStep) -> str:
             ("between steps", [rank.between_us for rank in ranks]),
         ):
             rows.append(("", what, "", time_text(max(found)), ""))
-    steps = count_text(min(rank.steps for rank in measured.ranks), "step")
+    steps = count_text(measured.steps, "step")
     beside = " beside other processes, which made them longer" if measured.disturbed else ""
     head = f"{'measured':<10}{steps}{beside}; the slowest replica of each stage; error: measured / predicted - 1"
     return f"{head}\n{aligned(('stage', 'what', 'predicted', 'measured', 'error'), rows)}"

@@ -59,8 +59,8 @@ function drawVerdict() {
   const cards = make("div", { class: "cards" });
   cards.append(card("Step, predicted", time(v.step_us), `${percent(v.bubble)} of all devices' time is not computing`));
   if (v.measured_us)
-    cards.append(card("Step, measured", time(v.measured_us),
-      `${signed(v.measured_us / v.step_us - 1)} against what was predicted`));
+    cards.append(card("Step, measured", time(v.measured_us), `median of ${plural(v.measured_steps, "step")}, `
+      + `${signed(v.measured_us / v.step_us - 1)} against what was predicted`));
   cards.append(card("E, by the closed form", v.closed_us ? time(v.closed_us) : "not known", v.certificate));
   const most = Math.max(...page.memory.map((each) => each.used));
   cards.append(card("Fullest device", bytes(most),
@@ -187,10 +187,12 @@ function drawTimeline() {
   };
   const HEIGHT = 30, HEAD = 20;
   for (const line of page.timelines) {
+    const head = `${line.title}${line.what ? `: ${line.what}` : ""}, ${time(line.step_us)}`
+      + `${line.typical ? ` (${line.typical.what}: ${time(line.typical.step_us)})` : ""}`;
     const canvas = make("canvas", { tabindex: "0", role: "img",
-      "aria-label": `${line.title}: ${plural(line.slots.length, "device")}, step ${time(line.step_us)}. Arrow keys select events.` });
+      "aria-label": `${head}; ${plural(line.slots.length, "device")}. Arrow keys select events.` });
     rows.push({ line, canvas, picked: -1 });
-    section.append(make("h3", {}, `${line.title}, ${time(line.step_us)}`),
+    section.append(make("h3", {}, head),
       line.note ? make("p", { class: "small faint" }, line.note) : "", canvas);
   }
   section.append(told);

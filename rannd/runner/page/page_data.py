@@ -27,6 +27,8 @@ class PlanVerdict(msgspec.Struct, frozen=True):
     step_us: float
     measured_us: float
     """0: not measured."""
+    measured_steps: int
+    """Steps whose median that is."""
     closed_us: float
     """By the closed form; 0: not known."""
     certificate: str
@@ -88,6 +90,13 @@ class Events(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
 
+class TypicalStep(msgspec.Struct, frozen=True):
+    """What steps took, beside which a timeline has another time."""
+
+    what: str
+    step_us: float
+
+
 class Timeline(msgspec.Struct, frozen=True):
     """What each of some slots does in a step."""
 
@@ -97,6 +106,9 @@ class Timeline(msgspec.Struct, frozen=True):
     unit_us: float
     slots: tuple[str, ...]
     events: Events
+    what: str = ""
+    """Which step it is, if that is not the one that its title says."""
+    typical: TypicalStep | None = None
 
 
 class Layers(msgspec.Struct, frozen=True):

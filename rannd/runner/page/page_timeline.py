@@ -10,10 +10,10 @@ from rannd.errors import PlanError
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment
 from rannd.plan.measured_step import MeasuredStep, StepEvent
-from rannd.plan.plan_text import devices_text
+from rannd.plan.plan_text import count_text, devices_text
 from rannd.plan.simulate.plan_records import DrawnStep, drawn_step
 from rannd.plan.simulate.timeline import COMPUTE, RECEIVE, REDUCE, SEND, WAIT, Event
-from rannd.runner.page.page_data import KINDS, Events, SlotUse, Timeline
+from rannd.runner.page.page_data import KINDS, Events, SlotUse, Timeline, TypicalStep
 
 MOST_COMPUTATIONS = 4000
 """Of a drawn step."""
@@ -79,22 +79,27 @@ def predicted_timeline(deployment: Deployment, step: DrawnStep, title: str = "pr
 
 def measured_timeline(deployment: Deployment, measured: MeasuredStep, slots: Sequence[int]) -> Timeline | None:
     """Return what is known of a measured step, for some slots: its events, or those of medians of its stages."""
+    steps = count_text(measured.steps, "step")
+    typical = TypicalStep(f"the median of {steps}", measured.step_us)
     if measured.events:
         own = set(slots)
         events = [each for each in measured.events if each.slot in own]
         end = max((each.start_us + each.us for each in events), default=0.0)
-        note = "one step, as ranks recorded it"
-        return _timeline(deployment, "measured", note, end, events, slots)
+        note = "one step, as ranks recorded it, from its begin on the first rank; the median, from that on the last"
+        found = _timeline(deployment, "measured", note, end, events, slots)
+        return msgspec.structs.replace(found, what="one recorded step", typical=typical)
     step = as_measured(deployment, measured)
     if step is None:
         return None
-    found = predicted_timeline(deployment, step, "measured")
-    steps = min(rank.steps for rank in measured.ranks)
     note = (
-        f"drawn from medians of {steps} steps: forwards and backwards take what was measured of their stage, when they "
-        "begin is simulated; with trace_events=full the events of a step are stored"
+        f"drawn from medians of {steps}: forwards and backwards take what was measured of their "
+        "stage, when they begin is simulated, and transfers, reductions and the runtime take what was predicted; with "
+        "trace_events=full the events of a step are stored"
     )
-    return msgspec.structs.replace(found, note=note)
+    found = predicted_timeline(deployment, step, "measured")
+    return msgspec.structs.replace(
+        found, note=note, what="simulated with the measured forwards and backwards", typical=typical
+    )
 
 
 def slot_uses(deployment: Deployment, step: DrawnStep) -> list[SlotUse]:

@@ -29,6 +29,7 @@ def verdict(deployment: Deployment, measured: MeasuredStep | None) -> PlanVerdic
     return PlanVerdict(
         deployment.step_us,
         measured.step_us if measured is not None else 0.0,
+        measured.steps if measured is not None else 0,
         deployment.e_us,
         _certificate(deployment),
         bubble(deployment),

@@ -86,12 +86,25 @@ def test_all_parts_are_drawn_and_nothing_fails(shown: Shown, plan: Deployment) -
         assert shown.all(f"#{part} > *:not(h2)"), part
         assert shown.one(f"#{part}").is_displayed(), part
     titles = [each.text.split(",")[0] for each in shown.all("#timeline h3")]
-    assert titles == ["predicted", "measured", "predicted"]
+    assert titles == ["predicted", "measured: simulated with the measured forwards and backwards", "predicted"]
     assert re.match(r"Devices 0:\d 1:\d|Devices 0-1:\d", shown.text("#costs p")), shown.text("#costs p")
     assert "transformer" not in shown.text("#graph")
     assert re.search(r"layer\.0\.\.2 × 3", shown.text("#graph")), "equal layers are folded"
     assert "models/net.py:" in shown.text("#graph")
     assert shown.run(NAMED) == []
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_the_measured_step_is_the_same_in_card_and_heading(shown: Shown, plan: Deployment, events: bool) -> None:
+    shown.open(plan, measured(plan, events=events))
+    card = next(each for each in shown.all("#verdict .card") if each.text.startswith("Step, measured"))
+    step = card.find_element("css selector", ".large").text
+    assert "median of 20 steps, " in card.text
+    heading = shown.all("#timeline h3")[1].text
+    which = "one recorded step" if events else "simulated with the measured forwards and backwards"
+    assert re.fullmatch(rf"measured: {which}, [\d.]+ ms \(the median of 20 steps: {re.escape(step)}\)", heading), (
+        heading
+    )
 
 
 def test_names_are_shown_and_never_become_code(shown: Shown, plan: Deployment) -> None:

@@ -10,7 +10,7 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.measured_step import StepEvent
 from rannd.plan.plan_text import bubble
 from rannd.runner.page import page_timeline
-from rannd.runner.page.page_data import KINDS, Timeline
+from rannd.runner.page.page_data import KINDS, Timeline, TypicalStep
 from rannd.runner.page.page_timeline import measured_timeline, predicted, predicted_timeline, slot_uses
 
 
@@ -57,7 +57,9 @@ def test_a_timeline_has_the_events_of_the_step(plan: Deployment) -> None:
 def test_events_that_were_recorded_are_the_measured_timeline(plan: Deployment) -> None:
     found = measured_timeline(plan, measured(plan, 2.0, events=True), range(4))
     assert found is not None
-    assert found.note == "one step, as ranks recorded it"
+    assert found.note.startswith("one step, as ranks recorded it, from its begin on the first rank;")
+    assert found.what == "one recorded step"
+    assert found.typical == TypicalStep("the median of 20 steps", measured(plan, 2.0).step_us)
     assert found.step_us == pytest.approx(2 * line(plan).step_us, rel=0.05)
     assert len(found.events.start) == len(line(plan).events.start)
 
@@ -66,6 +68,8 @@ def test_without_events_it_is_drawn_from_medians_and_says_so(plan: Deployment) -
     found = measured_timeline(plan, measured(plan, 2.0), range(4))
     assert found is not None
     assert "drawn from medians of 20 steps" in found.note
+    assert found.what == "simulated with the measured forwards and backwards"
+    assert found.typical == TypicalStep("the median of 20 steps", measured(plan, 2.0).step_us)
     assert "simulated" in found.note
     ours = line(plan)
 
