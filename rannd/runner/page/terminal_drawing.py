@@ -69,8 +69,10 @@ def schedule_text(deployment: Deployment, step: DrawnStep, width: int = WIDTH) -
     wide = max(map(len, names))
     columns = max(width - wide - 2, 20)
     unit = max(step.simulation.step_us, 1e-3) / columns
+    after = ", G copies and gathering after it" if any(each.name == "G" for each in step.simulation.events) else ""
     lines = [
-        f"schedule  one column is {time_text(unit)}; F forward, B backward, W weight gradients, R reduction, . nothing"
+        f"schedule  one column is {time_text(unit)}; F forward, B backward, W weight gradients, R reduction{after}, "
+        ". nothing"
     ]
     for name, slot in zip(names, shown, strict=True):
         own = [event for event in step.simulation.events if event.slot == places[slot]]
@@ -88,8 +90,10 @@ def _line(events: Sequence[Event], unit: float, columns: int) -> str:
     for event in sorted(drawn_events, key=lambda each: (order[each.category], each.start_us)):
         first = min(round(event.start_us / unit), columns - 1)
         end = min(max(round((event.start_us + event.us) / unit), first + 1), columns)
-        # A name that has no room has its letter; a number that was cut off would be another one.
-        name = event.name if len(event.name) <= end - first else event.name[:1]
-        fill = "R" if event.category == REDUCE else "-"
+        # A name that has no room has its letter; a number that was cut off would be another one. Reductions follow each
+        # other, or are below computations: their stages would be digits without a begin.
+        whole = event.category == COMPUTE and len(event.name) <= end - first
+        name = event.name if whole else event.name[:1]
+        fill = "-" if event.category == COMPUTE else name
         cells[first:end] = f"{name:{fill}<{end - first}}"
     return "".join(cells)

@@ -38,6 +38,22 @@ def test_actions_have_their_names_where_these_have_room(plan: Deployment) -> Non
     ]
 
 
+def test_reductions_have_no_digits_and_what_follows_them_is_explained(plan: Deployment) -> None:
+    """Their stages would stand within them, where a computation hides the begin, or another reduction comes before."""
+    events = (
+        Event(0, COMPUTE, 0.0, 30.0, "B0"),
+        Event(0, REDUCE, 25.0, 20.0, "R0"),
+        Event(0, REDUCE, 45.0, 25.0, "R0,1"),
+        Event(0, REDUCE, 70.0, 20.0, "G"),
+    )
+    step = DrawnStep(Simulation(100.0, (30.0, 0.0), (70.0, 100.0), (), events), (0, 1))
+    head, first, _ = schedule_text(plan, step, width=33).splitlines()
+    assert first == "0:0 stage 0  B0----RRRRRRRRGGGG.."
+    assert "R reduction, G copies and gathering after it, . nothing" in head
+    without = DrawnStep(Simulation(100.0, (30.0, 0.0), (70.0, 100.0), (), events[:3]), (0, 1))
+    assert "R reduction, . nothing" in schedule_text(plan, without)
+
+
 def test_bars_show_memory_against_the_limit(plan: Deployment) -> None:
     sizes = [stage.estimate.used_bytes for stage in plan.stages]
     half = msgspec.structs.replace(plan, memory_bytes=2 * sizes[0])
