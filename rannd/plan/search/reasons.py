@@ -106,7 +106,8 @@ def _microbatches(chosen: Candidate, searched: Searched, options: PlanOptions) -
         tables = [table for table in (*searched.tables, *searched.others) if table.variant == variant]
         tried = [e_of(table, choice.starts, choice.replicas) for table in tables]
         best = min((each.step_us for each in tried if each is not None), default=None)
-        found.append(f"{count} {'do not fit' if best is None else _relative(best, choice.step_us)}")
+        told = "would not fit" if best is None else _relative(best, choice.step_us)
+        found.append(f"{count} microbatch{'es' * (count > 1)} {told}")
     return f"of the same stages, by estimate: {', '.join(found)}" if found else "no other number leaves whole rows"
 
 

@@ -128,7 +128,8 @@ def _readable(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment, Mea
     """
     if entry.kind != "deployment":
         raise UsageError(
-            f"{entry.key[:12]} is a {entry.kind}, not a deployment; `rannc-cache ls` shows the kinds of entries"
+            f"the entry {entry.key[:12]} is of kind {entry.kind}, not a deployment; `rannc-cache ls --kind deployment` "
+            "lists the deployments"
         )
     plan, problem = _deployment(session, entry)
     if plan is None:

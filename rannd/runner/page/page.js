@@ -402,13 +402,14 @@ function drawGraph() {
   if (page.stages.length <= 24) section.append(diagram());
   page.stages.forEach((stage, place) => {
     const body = make("div", {});
-    body.append(make("p", { class: "small faint" }, `devices ${stage.devices}; ${plural(stage.pieces, "microbatch").replace("hs", "hes")} of a replica; `
+    body.append(make("p", { class: "small faint" }, `${stage.replicas > 1 ? "devices" : "device"} ${stage.devices}; ${plural(stage.pieces, "microbatch").replace("hs", "hes")} of a replica; `
       + `forward ${time(stage.forward_us)}, backward ${time(stage.backward_us)}, reduction ${time(stage.reduce_us)}; recomputes ${stage.recomputes}`));
     for (const layer of stage.layers) {
       const name = `${layer.name}${layer.count > 1 ? ` × ${layer.count}` : ""}`;
+      const sums = [flops(layer.flops), layer.param_bytes ? `${bytes(layer.param_bytes)} of parameters` : ""].filter(Boolean).join(", ");
       const summary = make("summary", {}, name, make("span", { class: "small faint" },
         ` ${plural(layer.ops, "operator")}${layer.count > 1 ? " each" : ""}`
-        + `${layer.flops ? `, ${flops(layer.flops)}` : ""}${layer.param_bytes ? `, ${bytes(layer.param_bytes)} of parameters` : ""}`
+        + `${sums ? `${layer.count > 1 ? "; together" : ","} ${sums}` : ""}`
         + `${layer.source ? `, ${layer.source}` : ""}`));
       const inner = make("details", { on: { toggle: () => {
         if (inner.open && inner.children.length === 1) {
@@ -479,7 +480,7 @@ function drawOperators() {
   }
   section.append(make("div", { class: "tools" }, make("label", { for: "search" }, "Search"), box), count,
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Operators" },
-      make("table", {}, make("caption", {}, "Work, parameters and outputs are those of one microbatch"), make("thead", {}, make("tr", {}, ...heads)), body)),
+      make("table", {}, make("caption", {}, "Work and outputs are those of one microbatch"), make("thead", {}, make("tr", {}, ...heads)), body)),
     make("div", { class: "tools" }, more));
   show();
 }

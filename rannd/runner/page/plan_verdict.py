@@ -52,8 +52,10 @@ def _certificate(deployment: Deployment) -> str:
     gap = max(closed / deployment.bound_us - 1, 0.0)
     bound = time_text(deployment.bound_us)
     if gap < 0.0005:
-        return f"{cut}With these costs no plan has a smaller E: the lower bound of all of them is {bound}, too."
-    return f"{cut}With these costs E of every plan is at least {bound}: that of this one is {gap:.1%} above."
+        told = f"{cut}With these costs no plan has a smaller E: the lower bound of all of them is {bound}, too."
+    else:
+        told = f"{cut}With these costs E of every plan is at least {bound}: that of this one is {gap:.1%} above."
+    return f"{told} E is a formula, the predicted step is simulated: it may be shorter than E, and than this bound."
 
 
 def _runner(other: Alternative, deployment: Deployment, busy_us: float) -> Runner:

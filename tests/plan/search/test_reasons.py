@@ -44,7 +44,7 @@ def test_what_did_not_fit_is_told_with_what_it_lacks() -> None:
     assert why["ZeRO"] == ("no", "set by zero_stage=0")
     chosen, microbatches = why["microbatches"]
     assert chosen == "32"
-    assert microbatches.startswith("of the same stages, by estimate: 16 ")
+    assert microbatches.startswith("of the same stages, by estimate: 16 microbatches ")
     assert why["schedule"][1].startswith("zb_h1 ")
 
 

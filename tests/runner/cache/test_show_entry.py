@@ -78,7 +78,7 @@ def test_what_has_no_plan_is_refused(filled, tmp_path: Path, html: bool) -> None
     assert "no entry's key starts with 0000" in wrong.stderr
     wrong = cache("show", ONE.short, "--against", PROFILES[0].digest, *more)
     assert wrong.returncode == 2
-    assert "is a profile, not a deployment" in wrong.stderr
+    assert "is of kind profile, not a deployment; `rannc-cache ls --kind deployment` lists" in wrong.stderr
     with client() as job:
         assert job.put(OTHER, b"damaged")
     wrong = cache("show", OTHER.short, "--against", ONE.short, *more)

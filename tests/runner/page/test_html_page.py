@@ -180,6 +180,9 @@ def test_the_verdict_names_the_runner_up_and_why_it_lost() -> None:
     assert "slower" in found.runner.why
     assert [each.name for each in found.others] == [each.name for each in plan.alternatives]
     assert found.certificate.startswith("With these costs")
+    assert found.certificate.endswith(
+        " E is a formula, the predicted step is simulated: it may be shorter than E, and than this bound."
+    )
     cut = page_data(of(msgspec.structs.replace(plan, searched_all=False)), "today").verdict
     assert cut.certificate.startswith("The search was cut off")
 

@@ -91,6 +91,8 @@ def test_all_parts_are_drawn_and_nothing_fails(shown: Shown, plan: Deployment) -
     assert "transformer" not in shown.text("#graph")
     assert re.search(r"layer\.0\.\.2 × 3", shown.text("#graph")), "equal layers are folded"
     assert "models/net.py:" in shown.text("#graph")
+    assert re.search(r"layer\.0\.\.2 × 3 17 operators each; together [\d.]+ \w+FLOP, ", shown.text("#graph"))
+    assert shown.text("#operators caption") == "Work and outputs are those of one microbatch"
     assert shown.run(NAMED) == []
 
 
