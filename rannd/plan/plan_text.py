@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from msgspec.structs import replace
 
@@ -22,13 +23,16 @@ _MOST_STAGES = 8
 _MOST_REASONS = 16
 _MOST_WHY = 240
 """Maximum number of characters of a reason."""
+_INDENT = 10
+_ROOM = 30
+"""Columns from which on a long last cell is wrapped beside the others."""
 
 
-def show(deployment: Deployment, batch_size: int | None = None) -> str:
+def show(deployment: Deployment, batch_size: int | None = None, width: int | None = None) -> str:
     """Describe a deployment for a global batch of `batch_size` rows (None: the batch that it was planned for).
 
     For another batch, compute times and the bytes of activations and transfers are scaled with the rows of a
-    microbatch, all else stays: a rough estimate, marked as one.
+    microbatch, all else stays: a rough estimate, marked as one. `width`: maximum length of a line.
 
     Raises:
         UsageError: `batch_size` is not an int of 1 or more.
@@ -37,17 +41,18 @@ def show(deployment: Deployment, batch_size: int | None = None) -> str:
         raise UsageError(f"a batch of {batch_size!r} rows; give the rows of all ranks' mini-batches together")
     planned = deployment.batch_rows
     shown = deployment if batch_size in (None, planned) else scaled(deployment, batch_size or planned)
-    parts = [_head(shown, planned), _stages(shown), _memory(shown)]
+    tables = [_stages(shown), _memory(shown)]
     if _together(shown):
-        parts.append(_devices(shown))
+        tables.append(_devices(shown))
     if deployment.reasons:
-        parts.append(_why(deployment))
+        tables.append(_why(deployment))
     if deployment.alternatives:
-        parts.append(_alternatives(deployment))
-    return "\n\n".join(parts)
+        tables.append(_alternatives(deployment))
+    head = [_line(name, text, width) for name, text in _head(shown, planned)]
+    return "\n\n".join(["\n".join(head), *(aligned(heads, rows, width) for heads, rows in tables)])
 
 
-def show_measured(deployment: Deployment, measured: MeasuredStep) -> str:
+def show_measured(deployment: Deployment, measured: MeasuredStep, width: int | None = None) -> str:
     """Describe what steps of a deployment took beside what was predicted, such as::
 
         measured   20 steps, on the slowest replica of each stage; error: measured / predicted - 1
@@ -92,8 +97,9 @@ def show_measured(deployment: Deployment, measured: MeasuredStep) -> str:
             rows.append(("", what, "", time_text(max(found)), ""))
     steps = count_text(measured.steps, "step")
     beside = " beside other processes, which made them longer" if measured.disturbed else ""
-    head = f"{'measured':<10}{steps}{beside}; the slowest replica of each stage; error: measured / predicted - 1"
-    return f"{head}\n{aligned(('stage', 'what', 'predicted', 'measured', 'error'), rows)}"
+    head = f"{steps}{beside}; the slowest replica of each stage; error: measured / predicted - 1"
+    table = aligned(("stage", "what", "predicted", "measured", "error"), rows, width)
+    return f"{_line('measured', head, width)}\n{table}"
 
 
 def _compared(predicted_us: float, measured_us: float) -> tuple[str, str, str]:
@@ -200,7 +206,11 @@ def bubble(deployment: Deployment) -> float:
 # -- parts ----------------------------------------------------------------------------------------------------
 
 
-def _head(deployment: Deployment, planned: int) -> str:
+_Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Heads and rows."""
+
+
+def _head(deployment: Deployment, planned: int) -> list[tuple[str, str]]:
     made, world = deployment.made, len(deployment.slots)
     rows, nodes = deployment.batch_rows, len({slot.node for slot in deployment.slots})
     lines = [("plan", plan_line(deployment))]
@@ -243,10 +253,15 @@ def _head(deployment: Deployment, planned: int) -> str:
     most = fullest_bytes(deployment)
     allowed = f" of {bytes_text(deployment.memory_bytes)} allowed" if deployment.memory_bytes else ""
     lines.append(("memory", f"{bytes_text(most)}{allowed} on the fullest device"))
-    return "\n".join(f"{name:<10}{text}" for name, text in lines)
+    return lines
 
 
-def _stages(deployment: Deployment) -> str:
+def _line(name: str, text: str, width: int | None) -> str:
+    wrapped = textwrap.wrap(text, width - _INDENT) if width is not None else [text]
+    return f"{name:<{_INDENT}}" + f"\n{'':{_INDENT}}".join(wrapped)
+
+
+def _stages(deployment: Deployment) -> _Table:
     rows = []
     for number, stage in enumerate(deployment.stages):
         each = stage.estimate
@@ -270,10 +285,10 @@ def _stages(deployment: Deployment) -> str:
         )
     heads = ("stage", "modules", "blocks", "devices", "microbatches", "in flight", "recompute", "forward", "backward",
              "weight grad", "all-reduce", "in/microbatch", "out/microbatch", "operators")  # fmt: skip
-    return aligned(heads, rows)
+    return heads, rows
 
 
-def _memory(deployment: Deployment) -> str:
+def _memory(deployment: Deployment) -> _Table:
     kinds = (
         "param_bytes",
         "grad_bytes",
@@ -302,10 +317,10 @@ def _memory(deployment: Deployment) -> str:
         "together" if _together(deployment) else "total per device",
         "offloaded",
     )
-    return aligned(heads, rows)
+    return heads, rows
 
 
-def _devices(deployment: Deployment) -> str:
+def _devices(deployment: Deployment) -> _Table:
     """Which stages the devices have, if they have several, and what these need together."""
     sizes = device_bytes(deployment)
     rows = [
@@ -316,16 +331,16 @@ def _devices(deployment: Deployment) -> str:
         )
         for slots, numbers in stages_by_slots(deployment).items()
     ]
-    return aligned(("devices", "stages", "together per device"), rows)
+    return ("devices", "stages", "together per device"), rows
 
 
-def _why(deployment: Deployment) -> str:
+def _why(deployment: Deployment) -> _Table:
     reasons = deployment.reasons[:_MOST_REASONS]
     rows = [(plain(each.what), plain(each.chosen), plain(each.why, _MOST_WHY)) for each in reasons]
-    return aligned(("chosen", "", "why"), rows)
+    return ("chosen", "", "why"), rows
 
 
-def _alternatives(deployment: Deployment) -> str:
+def _alternatives(deployment: Deployment) -> _Table:
     rows = []
     for other in deployment.alternatives:
         least = "at least " if other.at_least else ""
@@ -334,21 +349,38 @@ def _alternatives(deployment: Deployment) -> str:
         step = f"{least}{time_text(other.step_us)}" if other.step_us else ""
         rows.append((plain(other.name), step, slower, bytes_text(other.most_bytes), what))
     batch = count_text(deployment.batch_rows, "row")
-    return aligned((f"not chosen ({batch})", "step", "relative", "fullest device", "note"), rows)
+    return (f"not chosen ({batch})", "step", "relative", "fullest device", "note"), rows
 
 
 # -- words ----------------------------------------------------------------------------------------------------
 
 
-def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table with aligned columns; empty columns are left out."""
+def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Format a table with aligned columns; empty columns are left out.
+
+    `width`: maximum length of a line. Columns that have no room follow below, each time beside the first one; what is
+    too long for that is wrapped.
+    """
     used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
-    widths = [max(len(heads[column]), *(len(row[column]) for row in rows)) for column in used]
+    widths = {column: max(len(heads[column]), *(len(row[column]) for row in rows)) for column in used}
+    parts = [used[:1]]
+    for column in used[1:]:
+        room = (width or math.inf) - sum(widths[each] + 2 for each in parts[-1])
+        wraps = column == used[-1] and room >= _ROOM
+        if widths[column] > room and not wraps and len(parts[-1]) > 1:
+            parts.append(used[:1])
+            room = (width or math.inf) - widths[used[0]] - 2
+        parts[-1].append(column)
+        widths[column] = int(min(widths[column], max(room, 1)))
     lines = []
-    for row in (heads, *rows):
-        cells = (row[column].ljust(width) for column, width in zip(used, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    for part in parts:
+        for row in (heads, *rows):
+            cells = [textwrap.wrap(row[column], widths[column]) if width else [row[column]] for column in part]
+            for inside in zip_longest(*cells, fillvalue=""):
+                filled = (text.ljust(widths[column]) for text, column in zip(inside, part, strict=True))
+                lines.append("  ".join(filled).rstrip())
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def devices_text(slots: Iterable[Slot]) -> str:

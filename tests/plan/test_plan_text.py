@@ -11,7 +11,7 @@ from plan_instances import deploy
 
 from rannd.errors import UsageError
 from rannd.plan.deployment import Alternative, Deployment, Provenance, Slot
-from rannd.plan.plan_text import bubble, piece_rows, plan_line, scaled, show, title
+from rannd.plan.plan_text import aligned, bubble, piece_rows, plan_line, scaled, show, title
 from rannd.plan.slot_memory import fullest_bytes
 
 
@@ -73,6 +73,18 @@ def test_what_is_not_known_is_left_out() -> None:
     text = show(bare)
     for word in ("device  ", "bound", "search", "allowed", "not chosen", "weight grad"):
         assert word not in text, text
+
+
+def test_a_table_that_is_too_wide_goes_on_below_beside_its_first_column() -> None:
+    heads, rows = ("stage", "modules", "blocks", "why"), [("0", "a.b", "x" * 9, "it is so, and for more of these")]
+    whole = "stage  modules  blocks     why\n0      a.b      xxxxxxxxx  it is so, and for more of these"
+    assert aligned(heads, rows) == aligned(heads, rows, 60) == whole
+    assert aligned(heads, rows, 57) == whole.replace(" these", "\n" + " " * 27 + "these"), "wrapped"
+    below = "stage  modules  blocks\n0      a.b      xxxxxxxxx\n\nstage  why\n0      it is so, and for more of these"
+    assert aligned(heads, rows, 55) == below
+    text = show(some(), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert set(text.split()) == set(show(some()).split())
 
 
 def test_another_batch_is_estimated_in_proportion() -> None:

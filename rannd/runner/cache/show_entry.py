@@ -23,6 +23,8 @@ from rannd.plan.plan_text import aligned, show_measured
 from rannd.plan.plan_text import show as plan_text
 from rannd.runner.cache.entries import date, greeted, json_option, only
 
+_NARROWEST = 60
+"""Columns of a terminal, at least, for which tables are laid out."""
 _PAGE = PlainFile("page", "rannc-cache show --html", UsageError, 1 << 30)
 
 
@@ -50,15 +52,16 @@ def show(key: str, whole_key: bool, html: Path | None, against: str | None, as_j
         told = {name: getattr(entry, name) for name in entry.__struct_fields__}
         print_json({**told, "deployment": plan, "measured": measured} if entry.kind == "deployment" else told)
         return
+    width = max(shutil.get_terminal_size().columns, _NARROWEST) if sys.stdout.isatty() else None
     if problem:
         click.echo(f"The deployment cannot be shown: {problem}\n")
     elif plan is not None:
-        click.echo(plan_text(plan) + "\n")
-        click.echo(_drawing(plan) + "\n")
+        click.echo(plan_text(plan, width=width) + "\n")
+        click.echo(_drawing(plan, width) + "\n")
     if damage:
         click.echo(f"What its steps took cannot be shown: {damage}\n")
     elif plan is not None and measured is not None:
-        click.echo(show_measured(plan, measured) + "\n")
+        click.echo(show_measured(plan, measured, width) + "\n")
     now = time.time()
     click.echo(f"key        {entry.key}")
     click.echo(f"kind       {entry.kind}, format {entry.format}, written by rannd {plain(entry.rannd)}")
@@ -73,11 +76,11 @@ def show(key: str, whole_key: bool, html: Path | None, against: str | None, as_j
         click.echo(plain(f"  {name} = {text}"))
 
 
-def _drawing(plan: Deployment) -> str:
+def _drawing(plan: Deployment, width: int | None) -> str:
     """Memory and schedule, as wide as the terminal."""
     from rannd.runner.page.terminal_drawing import WIDTH, drawn  # with numpy, which takes a while
 
-    return drawn(plan, shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH)
+    return drawn(plan, width or WIDTH)
 
 
 def _write_page(session: DaemonSession, entry: EntryInfo, file: Path, against: str | None, as_json: bool) -> None:

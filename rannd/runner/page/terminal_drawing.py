@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from rannd.plan.deployment import Deployment
@@ -70,10 +71,8 @@ def schedule_text(deployment: Deployment, step: DrawnStep, width: int = WIDTH) -
     columns = max(width - wide - 2, 20)
     unit = max(step.simulation.step_us, 1e-3) / columns
     after = ", G copies and gathering after it" if any(each.name == "G" for each in step.simulation.events) else ""
-    lines = [
-        f"schedule  one column is {time_text(unit)}; F forward, B backward, W weight gradients, R reduction{after}, "
-        ". nothing"
-    ]
+    head = f"one column is {time_text(unit)}; F forward, B backward, W weight gradients, R reduction{after}, . nothing"
+    lines = [textwrap.fill(head, width, initial_indent="schedule  ", subsequent_indent=" " * 10)]
     for name, slot in zip(names, shown, strict=True):
         own = [event for event in step.simulation.events if event.slot == places[slot]]
         lines.append(f"{name:{wide}}  {_line(own, unit, columns)}")
