@@ -195,7 +195,15 @@ function drawTimeline() {
     section.append(make("h3", {}, head),
       line.note ? make("p", { class: "small faint" }, line.note) : "", canvas);
   }
-  section.append(told);
+  // The same beside the event, as the line below the timelines may be out of the window.
+  const tip = make("div", { class: "tip", "aria-hidden": "true", hidden: true });
+  const tell = (text, x, y) => {
+    tip.textContent = text;
+    tip.hidden = false;
+    tip.style.left = `${Math.max(Math.min(x + 12, document.documentElement.clientWidth - tip.offsetWidth - 8), 8)}px`;
+    tip.style.top = `${scrollY + (y + 22 + tip.offsetHeight > innerHeight ? y - 12 - tip.offsetHeight : y + 18)}px`;
+  };
+  section.append(told, tip);
   const label = (line) => (innerWidth < 600 ? 46 : Math.min(170, 20 + 7 * Math.max(...line.slots.map((each) => each.length))));
   const describe = (row, place) => {
     const { line } = row, e = line.events;
@@ -272,6 +280,11 @@ function drawTimeline() {
       told.textContent = describe(row, place);
       const begin = row.line.events.start[place] * row.line.unit_us;
       if (show && (begin < view.from || begin > view.to)) pan((begin - (view.from + view.to) / 2) / (view.to - view.from));
+      if (show) {
+        const box = row.canvas.getBoundingClientRect(), left = label(row.line);
+        const x = left + (begin - view.from) * (box.width - left) / (view.to - view.from);
+        tell(told.textContent, box.left + Math.max(x, left), box.top + HEAD + HEIGHT * row.line.events.slot[place] + 12);
+      }
     }
     draw();
   };
@@ -297,12 +310,15 @@ function drawTimeline() {
       if (held !== null && event.pointerType !== "touch" && event.buttons) {
         pan((held - event.clientX) / (canvas.clientWidth - label(line)));
         held = event.clientX;
+        tip.hidden = true;
         return;
       }
       const place = under(row, event);
-      canvas.title = place >= 0 ? describe(row, place) : "";
+      if (place >= 0) tell(describe(row, place), event.clientX, event.clientY);
+      else tip.hidden = true;
       if (place >= 0 && place !== row.picked) pick(row, place);
     });
+    for (const left of ["pointerleave", "blur"]) canvas.addEventListener(left, () => { tip.hidden = true; });
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey) return;
       event.preventDefault();

@@ -167,6 +167,7 @@ def test_keys_go_through_the_timelines(shown: Shown, plan: Deployment) -> None:
     shown.keys("canvas", right)
     first = shown.text(told)
     assert re.match(r"predicted: R?\w+\S* \(\w.*\) on 0:0 stage 0, from .* to .*: .*", first), first
+    assert shown.one("#timeline .tip").text == first
     shown.keys("canvas", right)
     assert shown.text(told) != first
     shown.keys("canvas", down)
@@ -195,6 +196,12 @@ def test_a_pointer_zooms_and_tells_what_is_below_it(shown: Shown, plan: Deployme
         if shown.text(told) != before:
             break
     assert re.match(r"predicted: [FBW]\d+ ", shown.text(told)), shown.text(told)
+    tip = shown.one("#timeline .tip")
+    assert tip.text == shown.text(told)
+    below = tip.rect["y"] - canvas.rect["y"]
+    assert 0 < below < canvas.rect["height"] + 30, "near the pointer"
+    ActionChains(shown.driver, duration=0).move_to_element(shown.one("#timeline h2")).perform()
+    assert not tip.is_displayed()
     whole = shown.text("#range")
     shown.one("button[aria-label='Zoom in']").click()
     zoomed = shown.text("#range")
