@@ -54,6 +54,20 @@ def test_operators_of_the_model_itself_are_no_layers() -> None:
     assert told(made) == [("the model itself", 1, 0, 2), ("h.0", 1, 2, 1)]
 
 
+def test_layers_and_what_is_called_after_each_are_folded_together() -> None:
+    pairs = [(module, name, 8) for n in range(5) for module, name in ((f"h.{n}", "aten::linear"), ("", "aten::relu"))]
+    made = table(*pairs, ("", "aten::mean", 0))
+    assert told(made) == [
+        ("h.0..3 and the model itself", 4, 0, 2),
+        ("h.4", 1, 8, 1),
+        ("the model itself", 1, 9, 2),
+    ]
+    assert folded(made, 0, 11)[0].param_bytes == 64
+    assert told(made, 1)[:2] == [("the model itself", 1, 1, 1), ("h.1..3 and the model itself", 3, 2, 2)]
+    other = table(*pairs[:3], ("", "aten::gelu", 8), *pairs[4:6])
+    assert [count for _, count, _, _ in told(other)] == [1] * 6
+
+
 def test_a_part_of_a_stage_begins_where_the_stage_does() -> None:
     made = table(*((f"h.{number}", "aten::linear", 8) for number in range(4)))
     assert told(made, 2) == [("h.2..3", 2, 2, 1)]
