@@ -364,7 +364,8 @@ const shortened = (text, most) => (text.length > most ? `${text.slice(0, most - 
 
 // Stages in a row, neighbours with straight arrows, edges that skip stages with arcs below.
 function diagram() {
-  const BOX = 168, GAP = 118, TALL = 66, names = ["the ranks", ...page.stages.map((_, place) => `stage ${place}`), "the ranks"];
+  const BOX = 168, GAP = 118, TALL = 66, back = page.edges.some((each) => each.dst === "the ranks");
+  const names = ["the ranks", ...page.stages.map((_, place) => `stage ${place}`), ...(back ? ["the ranks"] : [])];
   const place = (text, last) => (text === "the ranks" ? (last ? names.length - 1 : 0) : Number(text.slice(6)) + 1);
   const skips = page.edges.filter((each) => place(each.dst, true) - place(each.src, false) > 1).length;
   const wide = names.length * BOX + (names.length - 1) * GAP + 4, tall = TALL + 30 + 34 * skips;
@@ -398,7 +399,14 @@ function diagram() {
     lines.forEach((line, row) => svg.append(shape("text", { x: x(at) + 10, y: 22 + 18 * row, fill: "currentColor",
       "font-weight": row ? 400 : 600, "font-size": row ? 11 : 13 }, line)));
   });
-  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Diagram of the stages" }, svg);
+  const node = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Diagram of the stages" }, svg);
+  // A little smaller if it fits then; what would be too small to read is scrolled.
+  new ResizeObserver(() => {
+    const part = node.clientWidth >= 0.7 * wide ? Math.min(node.clientWidth / wide, 1) : 1;
+    svg.setAttribute("width", part * wide);
+    svg.setAttribute("height", part * tall);
+  }).observe(node);
+  return node;
 }
 
 const ops = page.ops;

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from headless import chromium
 from shown_plans import ATTACK, attacking, large, measured, planned
@@ -248,6 +249,25 @@ def test_layers_open_to_their_operators_without_a_pointer(shown: Shown, plan: De
             break
     assert len(shown.all(rows)) == 17
     assert "aten::layer_norm" in shown.text("#graph details details[open] tbody")
+
+
+def test_a_diagram_of_four_stages_fits_in_the_window_and_has_no_box_without_an_edge(shown: Shown) -> None:
+    plan = planned(memory=10**9, partition_num=4, pipeline_num=4)
+    assert plan.planned is not None
+    boxes = "return [...document.querySelectorAll('#graph svg rect')].length"
+    room = "const s = document.querySelector('#graph .scroll'); return [s.scrollWidth, s.clientWidth]"
+    shown.open(plan)
+    assert shown.run(boxes) == 6
+    for _ in range(50):  # sizes are observed in the next frame
+        if len(set(shown.run(room))) == 1:
+            break
+    assert len(set(shown.run(room))) == 1
+    edges = tuple(each for each in plan.planned.edges if each.dst < 4)
+    shown.open(msgspec.structs.replace(plan, planned=msgspec.structs.replace(plan.planned, edges=edges)))
+    assert shown.run(boxes) == 5
+    shown.look(400)
+    scrolled = shown.run(room)
+    assert scrolled[0] > 1200 > scrolled[1], "not too small to be read"
 
 
 def test_ten_thousand_operators_are_drawn(shown: Shown) -> None:
