@@ -18,7 +18,7 @@ _SHARED = (*TENSORS, "_non_persistent_buffers_set")
 _FOLLOWED = ("training", "_device", "_dtype")
 """What the model has, too, of torch's and Lightning's attributes of a LightningModule."""
 
-_HOOKS = frozenset(
+_HOOKS = sorted(  # the order in which the class of a model has them is a part of its cache key
     name
     for kind in LightningModule.__mro__
     if not issubclass(nn.Module, kind)
