@@ -83,6 +83,7 @@ def _titles(session: DaemonSession, entries: Sequence[EntryInfo]) -> dict[str, s
     plans = (
         (entry, read_deployment(value)[0])
         for entry, value in zip(deployments, session.values(deployments), strict=True)
+        if value is not None
     )
     return {entry.key: title(plan) for entry, plan in plans if plan is not None and plan.model}
 

@@ -141,11 +141,28 @@ def _readable(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment, Mea
 
 
 def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | None, str]:
-    """Return the deployment of an entry, or why it is not available; (None, '') for entries of other kinds."""
-    if entry.kind != "deployment":
-        return None, ""
+    """Return the deployment of an entry, or why it is not available; (None, '') for entries of other kinds.
+
+    Raises:
+        DeploymentError: The entry, of any kind, is corrupt or was removed.
+    """
+    value = _value(session, entry)
+    return read_deployment(value) if entry.kind == "deployment" else (None, "")
+
+
+def _value(session: DaemonSession, entry: EntryInfo) -> PackedValue:
+    """Return the value of an entry; DeploymentError if it is corrupt, or was removed after it was listed."""
+    corrupt = session.state().statistics.corrupt
     (value,) = session.values([entry])
-    return read_deployment(value)
+    if value is not None:
+        return value
+    told = f"the {entry.kind} {entry.key[:12]} cannot be shown"
+    if session.state().statistics.corrupt > corrupt:
+        raise DeploymentError(
+            f"{told}: its stored bytes do not match their checksum; the entry was set aside, and the next run that "
+            "needs it computes it again"
+        )
+    raise DeploymentError(f"{told}: it was removed in the meantime; see `rannc-cache ls`")
 
 
 def _measured(session: DaemonSession, entry: EntryInfo, plan: Deployment | None) -> tuple[MeasuredStep | None, str]:
@@ -153,19 +170,14 @@ def _measured(session: DaemonSession, entry: EntryInfo, plan: Deployment | None)
     found = list(session.entries(measured_key(entry.key).digest)) if plan is not None else []
     if plan is None or not found:
         return None, ""
-    (value,) = session.values(found)
-    if value is None:
-        return None, ""
     try:
-        return decode_measured(value.plain(), plan), ""
+        return decode_measured(_value(session, found[0]).plain(), plan), ""
     except (DeploymentError, ProtocolError) as exc:
         return None, str(exc)
 
 
-def read_deployment(value: PackedValue | None) -> tuple[Deployment | None, str]:
+def read_deployment(value: PackedValue) -> tuple[Deployment | None, str]:
     """Decode the value of a deployment's entry, or say why that is not possible."""
-    if value is None:
-        return None, "it no longer exists"
     try:
         return decode(value.plain()), ""
     except (DeploymentError, ProtocolError) as exc:

@@ -19,6 +19,7 @@ from rannd.daemon.cli import main as rannd
 from rannd.daemon.common.keys import digest_of, measured_key
 from rannd.daemon.common.paths import places
 from rannd.daemon.common.protocol import COMPRESSED, NewEntry
+from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment, encode
 from rannd.plan.measured_step import (
     MEASURED_FORMAT,
@@ -258,15 +259,43 @@ def test_show_of_a_large_deployment_unpacks_it(daemon_home) -> None:
 def test_verify_finds_a_flipped_byte(filled) -> None:
     sound = cache("verify")
     assert (sound.returncode, sound.stdout) == (0, "101 entries sound, 0 corrupt\n")
-    subprocess.run([str(BIN / "rannd"), "stop"], check=True, capture_output=True)
-    store = sqlite3.connect(places().store)
-    store.execute("UPDATE entries SET value = zeroblob(2047) || x'01' WHERE kind = 'deployment'")
-    store.commit()
-    store.close()
+    flip_bytes("deployment")
     broken = cache("verify", "--json")
     assert broken.returncode == 1
     assert json.loads(broken.stdout) == {"sound": 100, "corrupt": [DEPLOYMENT.digest]}
     assert cache("verify").stdout == "100 entries sound, 0 corrupt\n"
+
+
+def flip_bytes(kind: str) -> None:
+    """In the store, in the values of entries of a kind; the daemon is stopped before."""
+    subprocess.run([str(BIN / "rannd"), "stop"], check=True, capture_output=True)
+    store = sqlite3.connect(places().store)
+    store.execute(
+        "UPDATE entries SET value = CAST(substr(value, 1, length(value) - 2) || x'0102' AS BLOB) WHERE kind = ?",
+        (kind,),
+    )
+    store.commit()
+    store.close()
+
+
+def test_show_of_a_corrupt_entry_fails_and_says_what_became_of_it(daemon_home) -> None:
+    plan = deploy(chain(10), 2, partition_num=2)
+    with client() as job:
+        assert job.put(DEPLOYMENT, encode(plan))
+        assert job.put(measured_key(DEPLOYMENT.digest), b"damaged")
+    flip_bytes("measured")
+    told = cache("show", DEPLOYMENT.short)
+    assert told.returncode == 0
+    assert "What its steps took cannot be shown: the measured" in told.stdout
+    assert "its stored bytes do not match their checksum" in told.stdout
+    flip_bytes("deployment")
+    told = cache("show", DEPLOYMENT.short)
+    assert (told.returncode, told.stdout) == (DeploymentError.exit_code, "")
+    assert told.stderr == (
+        f"rannc-cache: the deployment {DEPLOYMENT.short} cannot be shown: its stored bytes do not match their "
+        "checksum; the entry was set aside, and the next run that needs it computes it again\n"
+    )
+    assert cache("show", DEPLOYMENT.short).returncode == 2
 
 
 def test_it_starts_the_daemon_just_in_time(filled) -> None:
