@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +51,10 @@ def cache(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def on_terminal(*words: str) -> str:
-    """What the command prints on a terminal of 80 columns."""
+def on_terminal(*words: str, columns: int = 80) -> str:
+    """What the command prints on a terminal, without its styles; to rich, a dumb one always has 80 columns."""
     master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "dumb" if columns == 80 else "xterm"}
     with subprocess.Popen([str(BIN / "rannc-cache"), *words], stdout=slave, stderr=slave, env=environment) as command:
         os.close(slave)
         said = b""
@@ -67,4 +68,5 @@ def on_terminal(*words: str) -> str:
             said += part
         assert command.wait() == 0
     os.close(master)
-    return said.decode().replace("\r\n", "\n")
+    text = said.decode().replace("\r\n", "\n")
+    return text if columns == 80 else re.sub(r"\x1b\[[0-9;]*m", "", text)

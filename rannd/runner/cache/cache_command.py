@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import click
 import rich.box
 import rich.console
-import rich.markup
 import rich.table
+import rich.text
 
 from rannd.daemon.cli_common import Commands, duration_text, print_json, size_text
 from rannd.daemon.client.requests import DaemonSession
@@ -38,6 +38,8 @@ from rannd.runner.cache.why import why
 
 CORRUPT = 1
 """Exit code of `rannc-cache verify` if entries were corrupt."""
+NARROW = 80
+"""Columns of a terminal below which `rannc-cache ls` cuts what an entry is, instead of folding it into many lines."""
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,10 +71,14 @@ def ls(kind: str | None, as_json: bool) -> None:
     if not entries:
         console.print("the cache is empty" if kind is None else f"the cache has no {kind}")
         return
-    table = rich.table.Table(*heads, box=rich.box.SIMPLE_HEAD)
+    narrow = console.width < NARROW
+    box = None if narrow else rich.box.SIMPLE_HEAD
+    table = rich.table.Table(*heads, box=box, collapse_padding=narrow, pad_edge=not narrow)
     table.columns[4].justify = "right"
+    for column in table.columns[:-1]:
+        column.no_wrap = narrow  # so that only the last one becomes narrower
     for entry, row in zip(entries, rows, strict=True):
-        table.add_row(row[0], entry.key[:12], *map(rich.markup.escape, row[2:]))
+        table.add_row(row[0], entry.key[:12], *row[2:5], rich.text.Text(row[5], no_wrap=narrow, overflow="ellipsis"))
     rich.console.Console().print(table)
     console.print(total_text(entries))
 

@@ -71,6 +71,17 @@ def test_ls_for_people_fits_their_terminal(filled) -> None:
     assert max(map(len, told.splitlines())) <= 80
 
 
+def test_ls_on_a_narrow_terminal_takes_one_line_for_an_entry(filled) -> None:
+    told = on_terminal("ls", "--kind", "deployment", columns=60).splitlines()
+    assert max(map(len, told)) <= 60
+    line = next(line for line in told if DEPLOYMENT.short in line)
+    assert "2.0 KiB" in line
+    assert line.rstrip().endswith("…")
+    assert "graph ab" in line
+    assert len(told) == 3  # with heads and total
+    assert "over gloo" in on_terminal("ls", "--kind", "deployment", columns=200)
+
+
 def test_texts_of_imported_entries_are_shown_and_not_obeyed(daemon_home) -> None:
     """Neither by the terminal nor by rich; a value of somebody else may come with any components."""
     session = greeted()
