@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 from typing import Any
 
 import click
@@ -15,9 +19,24 @@ from rannd.daemon.common.versions import version
 from rannd.daemon.server.server import Settings
 from rannd.errors import RanndError
 
+_UNWRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Errors of writing to a file. click itself handles a closed pipe."""
+
 
 class Commands(click.Group):
     """A click group that prints a RanndError as one line and exits with its exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command; an output that cannot be written, such as to a full disk, is told in one line."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as exc:
+            if exc.filename is not None or exc.errno not in _UNWRITTEN:
+                raise
+            with contextlib.suppress(OSError):
+                sys.stdout.close()  # else Python tries to write the rest again when it ends
+            click.echo(f"{os.path.basename(sys.argv[0])}: the output cannot be written: {exc.strerror}", err=True)
+            sys.exit(RanndError.exit_code)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand named on the command line."""

@@ -309,6 +309,18 @@ def test_show_of_a_corrupt_entry_fails_and_says_what_became_of_it(daemon_home) -
     assert cache("show", DEPLOYMENT.short).returncode == 2
 
 
+@pytest.mark.parametrize("words", [("ls",), ("show", DEPLOYMENT.short), ("--help",)])
+def test_an_output_that_cannot_be_written_is_one_line(filled, words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(
+            [BIN / "rannc-cache", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (told.returncode, told.stderr) == (
+        1,
+        "rannc-cache: the output cannot be written: No space left on device\n",
+    )
+
+
 def test_it_starts_the_daemon_just_in_time(filled) -> None:
     filled.end_daemons()
     assert len(cache("ls").stdout.splitlines()) == 102
