@@ -10,7 +10,7 @@ import time
 import click
 
 from rannd.daemon import systemd_units
-from rannd.daemon.cli_common import Commands, configured_session, print_json
+from rannd.daemon.cli_common import Commands, configured_session, print_json, warn_of_lost_store
 from rannd.daemon.client import spawn
 from rannd.daemon.client.requests import DaemonSession
 from rannd.daemon.common import protocol
@@ -73,6 +73,7 @@ def status(ctx: click.Context, as_json: bool, prometheus: bool) -> None:
             click.echo(f"no daemon runs (it would listen at {session.places.socket})")
         ctx.exit(NOT_RUNNING)
     state = session.state()
+    warn_of_lost_store(session)
     if as_json:
         print_json({"running": True, **_fields(state)})
     elif prometheus:

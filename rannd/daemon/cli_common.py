@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import sys
+import time
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from rannd.daemon.client.requests import DaemonSession
 from rannd.daemon.common.paths import places
 from rannd.daemon.common.versions import version
 from rannd.daemon.server.server import Settings
+from rannd.daemon.store.database import ASIDE
 from rannd.errors import RanndError
 
 _UNWRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -58,6 +60,18 @@ def configured_session(config: Config | None = None, *, pinned: bool = False) ->
     return DaemonSession(
         places(), Settings(config.daemon_idle_s, max_bytes, version(), pinned), config.daemon_timeout_s
     )
+
+
+def warn_of_lost_store(session: DaemonSession) -> None:
+    """Say on standard error that the cache was lost, for as long as the corrupt file lies there."""
+    file = session.places.store + ASIDE
+    with contextlib.suppress(FileNotFoundError):
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.stat(file).st_mtime))
+        click.echo(
+            f"the store was corrupt on {moment} and an empty one was created; the corrupt file is {file} (delete it "
+            "to end this message)",
+            err=True,
+        )
 
 
 def print_json(value: object) -> None:

@@ -21,6 +21,9 @@ from rannd.errors import DaemonError
 PLAUSIBLE = 16
 """Number of future formats that are considered possible; a file that claims a higher one is corrupt."""
 
+ASIDE = ".corrupt"
+"""Suffix of a corrupt file."""
+
 _UNREADABLE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 _HELD = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
@@ -140,7 +143,7 @@ class Database:
         return bool(found == ("ok",))
 
     def _begin_anew(self, exc: sqlite3.DatabaseError) -> None:
-        aside = self.path + ".corrupt"
+        aside = self.path + ASIDE
         self._log.warning(
             "the store %s is corrupt (%s): it is renamed to %s, a new one is created", self.path, exc, aside
         )
@@ -151,6 +154,7 @@ class Database:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path + suffix)
         os.replace(self.path, aside)
+        os.utime(aside)  # commands tell users this date
         self._open()
         self._begun_anew()
 

@@ -15,7 +15,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from rannd.daemon.cli_common import Commands, duration_text, print_json, size_text
+from rannd.daemon.cli_common import Commands, duration_text, print_json, size_text, warn_of_lost_store
 from rannd.daemon.client.requests import DaemonSession
 from rannd.daemon.common.keys import summary
 from rannd.daemon.common.protocol import EntryInfo, KindCount
@@ -57,6 +57,7 @@ def ls(kind: str | None, as_json: bool) -> None:
     session = greeted()
     found = (entry for entry in session.entries() if kind in (None, entry.kind))
     entries = sorted(found, key=lambda entry: -entry.used)
+    warn_of_lost_store(session)
     if as_json:
         print_json(entries)
         return
@@ -123,6 +124,7 @@ def stats(zero: bool, as_json: bool) -> None:
     """Show sizes and counters."""
     session = greeted()
     state = session.state()
+    warn_of_lost_store(session)
     kinds = {name: {"entries": 0, "bytes": 0, **_counts(count)} for name, count in state.kinds.items()}
     for entry in session.entries():
         of_kind = kinds.setdefault(entry.kind, {"entries": 0, "bytes": 0, **_counts(KindCount())})

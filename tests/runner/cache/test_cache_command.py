@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import subprocess
+import time
 from pathlib import Path
 
 import click
@@ -31,7 +33,7 @@ from rannd.plan.measured_step import (
 )
 from rannd.plan.plan_text import show, show_measured
 from rannd.runner.cache.cache_command import main as rannc_cache
-from rannd.runner.cache.entries import greeted
+from rannd.runner.cache.entries import date, greeted
 from rannd.runner.page.terminal_drawing import drawn
 
 DEPLOYMENT = deployment(64)
@@ -307,6 +309,25 @@ def test_show_of_a_corrupt_entry_fails_and_says_what_became_of_it(daemon_home) -
         "checksum; the entry was set aside, and the next run that needs it computes it again\n"
     )
     assert cache("show", DEPLOYMENT.short).returncode == 2
+
+
+def test_a_cache_that_was_lost_is_told_until_the_corrupt_file_is_deleted(filled) -> None:
+    subprocess.run([str(BIN / "rannd"), "stop"], check=True, capture_output=True)
+    store = Path(places().store)
+    store.write_bytes(b"corrupt" * 1000)
+    os.utime(store, (0, 0))
+    aside = store.with_name(store.name + ".corrupt")
+    told = cache("ls")
+    assert (told.returncode, told.stdout) == (0, "KIND\tKEY\tAGE\tLAST USED\tSIZE\tWHAT\n")
+    assert told.stderr == (
+        f"the store was corrupt on {date(aside.stat().st_mtime)} and an empty one was created; the corrupt file is "
+        f"{aside} (delete it to end this message)\n"
+    )
+    assert abs(aside.stat().st_mtime - time.time()) < 3600
+    state = subprocess.run([str(BIN / "rannd"), "status"], capture_output=True, text=True, check=True)
+    assert state.stderr == cache("stats").stderr == told.stderr
+    aside.unlink()
+    assert cache("ls").stderr == ""
 
 
 @pytest.mark.parametrize("words", [("ls",), ("show", DEPLOYMENT.short), ("--help",)])
