@@ -29,28 +29,31 @@ class StepMetrics:
 
             predicted_step_ms   of the plan, from the call of the model to the end of its backward
             measured_step_ms    the same, median of the steps that are measured (`calibrate_after`), once it is known
-            predicted_bubble    part of it in which devices wait, mean of all devices
-            measured_bubble
-            call_ms             from one training call to the next: with the optimizer's step and the script's own work
-            samples_per_s       of all ranks together, if mini-batches have as many rows as were planned for
+            predicted_bubble    part of it that is neither forward nor backward, mean of all devices: waiting for other
+            measured_bubble     ranks, but also messages, reductions of gradients and the runtime itself
+            call_ms             from one training call to the next: with the optimizer's step and the script's own work,
+                                but without the first call, which traces and plans
+            samples_per_s       the same: of all ranks together, if mini-batches have as many rows as were planned for
             memory_mib/rank0 .. on an accelerator the most that tensors have had, on CPUs the process's resident memory
             planned_mib/rank0 ..
         """
         session, world = self._session, self._session.world
         now, calls = time.monotonic(), session.audits.steps
+        if not self._calls and calls:
+            self._calls, self._begun = 1, session.audits.second_begun
         told = msgspec.msgpack.encode((used_memory(world.device), now - self._begun))
         every = [msgspec.msgpack.decode(each, type=tuple[int, float]) for each in world.gather_bytes(told)]
         done, self._calls, self._begun = calls - self._calls, calls, now
         deployment = session.deployment
-        if deployment is None or not done:
+        if deployment is None or not calls:
             return {}
-        seconds = max(spent for _, spent in every) / done
         found = {
             "predicted_step_ms": deployment.step_us / 1e3,
             "predicted_bubble": _bubble(_planned_us(deployment), deployment.step_us, world.size),
-            "call_ms": 1e3 * seconds,
-            "samples_per_s": deployment.batch_rows / seconds,
         }
+        if done:
+            seconds = max(spent for _, spent in every) / done
+            found |= {"call_ms": 1e3 * seconds, "samples_per_s": deployment.batch_rows / seconds}
         measured = session.measuring.measured if session.measuring is not None else None
         if measured is not None:
             found["measured_step_ms"] = measured.step_us / 1e3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,29 @@ def test_trackers_are_told_what_a_plan_does(job: Job, tmp_path: Path) -> None:
     assert output.count("tracked on rank") == 2
     lines = re.findall(r"step (\d+): predicted_step_ms [\d.e-]+, .* memory_mib/rank1 \d+", output)
     assert lines == ["8", "16", "24"], "of rank 0 alone"
+
+
+def test_the_first_call_does_not_count_as_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It traces and plans, which takes much longer than a step."""
+    import torch
+    from torch import nn
+
+    monkeypatch.setenv("RANNC_CACHE", "off")
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    model = pyrannc.RaNNCModule(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    told: dict[int, list[dict[str, float]]] = {1: [], 3: []}
+    trackers = [PlanMetrics(model, lambda found, _, every=n: told[every].append(dict(found)), every=n) for n in told]
+    begun = time.monotonic()
+    for call in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        if call == 0:
+            first_ms = 1e3 * (time.monotonic() - begun)
+        for each in trackers:
+            each.step()
+    pyrannc.clear()
+    assert "rannd/predicted_step_ms" in told[1][0]
+    assert ["rannd/call_ms" in each for each in told[1]] == [False, True, True]
+    assert 0 < told[3][0]["rannd/call_ms"] < first_ms / 3
 
 
 def test_what_is_no_tracker_is_told() -> None:

@@ -240,6 +240,8 @@ class StepAudits:
         if self.wanted and context.world.rank == 0:
             weakref.finalize(self, _tell_unreached, self.wanted, self._calls)
         self._last: StepAudit | None = None
+        self.second_begun = 0.0
+        """When the second training call began (`time.monotonic`): the first one traces and plans."""
 
     @property
     def steps(self) -> int:
@@ -262,6 +264,8 @@ class StepAudits:
         if not (mode.training and mode.grad):
             return None
         self._calls[0] = step = self._calls[0] + 1
+        if step == 2:
+            self.second_begun = time.monotonic()
         if self._last is not None and not self._last.done:
             self._last.refuse("the script has not called backward before its next call of the model")
         if step != self.wanted:
