@@ -6,11 +6,12 @@ import os
 import pty
 import subprocess
 import sys
+import time
 
 import pytest
 
 from rannd import log
-from rannd.log import progress
+from rannd.log import phases, progress
 
 SCRIPT = """
 from rannd import log
@@ -41,6 +42,20 @@ def test_others_do_not_tell(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         with log.Progress("GraphProfiler", "{done} of {total}", total, shown=shown) as work:
             work.step()
     assert caplog.messages == []
+
+
+def test_a_phase_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="rannd")
+    with log.long_phase("RaNNCModule", "Planning"):
+        pass
+    monkeypatch.setattr(phases, "EVERY_S", 0.01)
+    with log.long_phase("RaNNCModule", "Planning", shown=False):
+        time.sleep(0.1)
+    assert caplog.messages == []
+    with log.long_phase("RaNNCModule", "Tracing the model"):
+        while len(caplog.messages) < 3:
+            time.sleep(0.01)
+    assert set(caplog.messages) == {"Tracing the model, for 0 s so far"}
 
 
 def test_on_a_terminal_a_bar() -> None:

@@ -8,13 +8,14 @@ sinks of its logger; records then propagate to Python's root logger, where pytes
 see them. Importing this package attaches no handler, reads no file and does not import spdlog.
 
 Begin with ``loggers`` (``get``, ``setup`` and the handler). Then ``settings`` (logging.toml, with ``pattern`` for the
-flags of a line) and ``sinks`` (spdlog). ``progress`` shows the progress of long work, ``subject`` names the model that
-a line is about.
+flags of a line) and ``sinks`` (spdlog). ``progress`` shows the progress of long work, ``phases`` that work without
+countable steps goes on, ``subject`` names the model that a line is about.
 """
 
 from rannd.log.loggers import LOG_FILE, LOGGERS, get, rank_of, setup
+from rannd.log.phases import long_phase
 from rannd.log.progress import Progress
 from rannd.log.settings import DETAIL, TRACE
 from rannd.log.subject import LogSubject
 
-__all__ = ["DETAIL", "LOGGERS", "LOG_FILE", "TRACE", "Progress", "LogSubject", "get", "rank_of", "setup"]
+__all__ = ["DETAIL", "LOGGERS", "LOG_FILE", "TRACE", "Progress", "LogSubject", "get", "long_phase", "rank_of", "setup"]

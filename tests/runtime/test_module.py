@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -466,3 +467,24 @@ def test_a_first_call_without_gradients_may_keep_what_it_computes_in_a_buffer() 
             torch.testing.assert_close(wrapped(x), other(x))
     torch.testing.assert_close(model.seen, other.seen)
     assert not model.seen.requires_grad
+
+
+def test_no_phase_of_the_first_call_is_silent_if_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def noted(logger: str, text: str, *, shown: bool) -> contextlib.AbstractContextManager[None]:
+        assert logger in log.LOGGERS
+        assert shown
+        told.append(text)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(log, "long_phase", noted)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1))(torch.ones(2, 4))
+    assert told == [
+        "Tracing the model",
+        "Comparing the trace with the model",
+        "Planning",
+        "Distributing the parameters",
+        "Preparing the stages",
+    ]

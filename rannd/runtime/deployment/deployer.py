@@ -142,7 +142,8 @@ class Deployer:
         }
         links, calibration = planner.links(), planner.calibration(deployment, replanning)
         begun = time.monotonic()
-        deployed = self._distribute(graph, deployment, promise, links, calibration)
+        with log.long_phase("ParamStorage", "Distributing the parameters", shown=world.rank == 0):
+            deployed = self._distribute(graph, deployment, promise, links, calibration)
         replanning.moving_s = time.monotonic() - begun
         return deployed
 
@@ -273,21 +274,22 @@ class Deployer:
         """
         planned = graph.task.graph_hash == deployed.deployment.graph_hash
         owners = None if planned else deployed.parameters.owners
-        bound = bind(
-            graph,
-            deployed.deployment,
-            self._world.slot,
-            owners,
-            None if planned else deployed.segment_owners,
-            all_outputs=self._context.options.all_outputs,
-            missing=deployed.missing.get(graph.signature.family()),
-            compiled=self._config.compile_stages != "off",
-        )
-        if bound.interleaved is not None:
-            kept_back = bound.interleaved.missing
-            places = frozenset(place for place, node in enumerate(graph.traced.results) if node in kept_back)
-            deployed.missing.setdefault(graph.signature.family(), places)
-        bound = connect(self._world, bound)
+        with log.long_phase("RaNNCModule", "Preparing the stages", shown=self._world.rank == 0):
+            bound = bind(
+                graph,
+                deployed.deployment,
+                self._world.slot,
+                owners,
+                None if planned else deployed.segment_owners,
+                all_outputs=self._context.options.all_outputs,
+                missing=deployed.missing.get(graph.signature.family()),
+                compiled=self._config.compile_stages != "off",
+            )
+            if bound.interleaved is not None:
+                kept_back = bound.interleaved.missing
+                places = frozenset(place for place, node in enumerate(graph.traced.results) if node in kept_back)
+                deployed.missing.setdefault(graph.signature.family(), places)
+            bound = connect(self._world, bound)
         self._dump(graph, deployed.deployment, bound.stage_of)
         state = deployed.parameters.aliases
         values = None if deployed.reducer.sharded is None else deployed.reducer.sharded.values

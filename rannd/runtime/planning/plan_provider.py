@@ -532,7 +532,8 @@ class Planner:
             )
             logger.log(log.DETAIL, "Assuming batch size: %d", target.rows)
         self._doing("planning")
-        return self._everywhere(lambda: self._plan(blocks, costs, target))
+        with log.long_phase("RaNNCModule", "Planning", shown=first):
+            return self._everywhere(lambda: self._plan(blocks, costs, target))
 
     def _blocks(self, devices: int) -> tuple[Block, ...]:
         return make_blocks(self._parts, self._options, world=devices)

@@ -98,7 +98,8 @@ class TraceChecker:
             return Verdict(reason)
         begun = time.monotonic()
         try:
-            with _filled_with_values(empty), warnings.catch_warnings():
+            phase = log.long_phase("RaNNCModule", "Comparing the trace with the model", shown=self._world.rank == 0)
+            with phase, _filled_with_values(empty), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the model's code has already issued its warnings during tracing
                 difference = self._difference(graph, tensors)
                 if difference is None and (line := self._with_values(graph, tensors, unread)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -312,7 +313,8 @@ class Tracer:
             if stored:
                 try:
                     trace = unpack(stored)
-                    graph = self._load(trace, signature, leaves, assumed)
+                    with self._phase("Loading the model's trace"):
+                        graph = self._load(trace, signature, leaves, assumed)
                 except Exception as exc:  # cached data may be arbitrarily wrong; the model can still be traced
                     broken = str(exc) if isinstance(exc, Broken) else f"{type(exc).__name__}: {exc}"
                     log.get("RaNNCModule").warning("The cached trace cannot be used: %s", broken)
@@ -320,10 +322,14 @@ class Tracer:
                     if graph is not None:
                         return _Made(graph, cached=True, checked=trace.checked, stored=trace)
             keep = key is not None and (not stored or bool(broken)) and self._world.rank == 0
-            graph, data = self._new(signature, leaves, assumed, keep, opaque)
+            with self._phase("Tracing the model"):
+                graph, data = self._new(signature, leaves, assumed, keep, opaque)
             return _Made(graph, data, broken=broken)
         except RanndError as exc:
             return _Made(broken=broken, error=exc)
+
+    def _phase(self, text: str) -> AbstractContextManager[None]:
+        return log.long_phase("RaNNCModule", text, shown=self._world.rank == 0)
 
     def _new(
         self,
