@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import numbers
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from rannd.device.identity import accelerator_is_used
-from rannd.errors import LaunchError
+from rannd.errors import LaunchError, UsageError
 from rannd.ranks.rank_variables import as_torchrun
 from rannd.runtime.comm import world
 from rannd.runtime.comm.rendezvous import find_place
@@ -35,11 +36,17 @@ def notebook_launcher(function: Callable[..., object], np: int, args: Sequence[A
         args: Its arguments.
 
     Raises:
+        UsageError: `function` is no function, or `np` no number of ranks.
         LaunchError: This process is a rank itself, has a wrapped model, or has used a GPU, which a fork cannot.
         torch.multiprocessing.ProcessRaisedException: A rank has failed, with its traceback; the others are ended.
     """
-    if np < 1:
-        raise LaunchError(f"notebook_launcher(.., np={np}): at least one rank is needed")
+    if not callable(function):
+        raise UsageError(
+            f"notebook_launcher({function!r}, ..): this is no function; pass the function, not its result: "
+            "notebook_launcher(train, np=2, args=(8,)), not notebook_launcher(train(8), np=2)"
+        )
+    if not isinstance(np, numbers.Integral) or np < 1:
+        raise UsageError(f"notebook_launcher(.., np={np!r}): np is the number of ranks, 1 or more")
     if find_place(os.environ).launcher:
         raise LaunchError("notebook_launcher starts ranks, but this process is one already; call the function itself")
     if world.made() is not None:

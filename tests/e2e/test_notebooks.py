@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job import ROOT, Job
+
+import pyrannc
+from rannd.errors import UsageError
 
 pytestmark = pytest.mark.ranks
 
@@ -55,12 +59,22 @@ def test_a_function_runs_on_several_ranks(job: Job, script: str) -> None:
         ("fails", "2", "ValueError: no such file"),
         pytest.param("hangs", "2", "KeyboardInterrupt", marks=pytest.mark.long),
         ("wrapped", "2", "cannot start ranks after a model was wrapped in this process"),
-        ("plain", "0", "at least one rank is needed"),
     ],
 )
 def test_what_fails_ends_all_ranks_and_is_told(job: Job, script: str, way: str, np: str, told: str) -> None:
     output = job.run(sys.executable, script, way, np, code=-2 if way == "hangs" else 1)
     assert told in output
+
+
+@pytest.mark.parametrize("np", ["two", 0, 2.5])
+def test_what_is_no_number_of_ranks_is_told(np: Any) -> None:
+    with pytest.raises(UsageError, match=rf"np={np!r}\): np is the number of ranks, 1 or more"):
+        pyrannc.notebook_launcher(print, np=np)
+
+
+def test_a_function_that_was_called_and_not_passed_is_told() -> None:
+    with pytest.raises(UsageError, match=r"notebook_launcher\(None, ..\): .*pass the function, not its result"):
+        pyrannc.notebook_launcher(None, np=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.long
