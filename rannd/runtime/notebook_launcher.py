@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import io
 import numbers
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.multiprocessing.spawn import start_processes
@@ -77,6 +79,7 @@ def notebook_launcher(function: Callable[..., object], np: int, args: Sequence[A
 
 def _run(rank: int, np: int, port: int, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     """In a rank: what ends this process is what it has registered itself, not what the notebook has."""
+    sys.stdout, sys.stderr = _whole_lines(sys.stdout), _whole_lines(sys.stderr)
     atexit._clear()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(as_torchrun(rank, np, rank, np), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -85,3 +88,34 @@ def _run(rank: int, np: int, port: int, function: Callable[..., object], args: t
         function(*args)
     finally:
         atexit._run_exitfuncs()
+
+
+def _whole_lines(stream: TextIO) -> TextIO:
+    """A notebook's output, which passes on each argument of `print` alone, between those of other ranks."""
+    if isinstance(stream, io.TextIOWrapper):  # of a script, which has a buffer
+        return stream
+    return io.TextIOWrapper(_Encoded(stream), "utf-8", "surrogatepass", newline="", line_buffering=True)
+
+
+class _Encoded(io.BufferedIOBase):
+    """A stream of text for a `TextIOWrapper`, which then passes on whole lines, and each state of a bar (\\r)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.name = getattr(stream, "name", "")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._stream.write(bytes(data).decode("utf-8", "surrogatepass"))
+        return len(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()

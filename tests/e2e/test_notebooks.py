@@ -30,7 +30,24 @@ def train(way):
         time.sleep(600)
     print(f"rank {pyrannc.get_rank()} of {pyrannc.get_world_size()} is done", flush=True)
 
+class Cell:  # the output of a notebook's cell, which passes on each write alone
+    def write(self, text):
+        os.write(1, f"<{text}>".encode())
+
+    def flush(self):
+        pass
+
+def show():
+    print("rank", pyrannc.get_rank(), "is", "done")
+    for state in range(2):
+        print(f"\\rbar {state}", end="")
+    print("", "and ends", end="")
+
 way = sys.argv[1]
+if way == "prints":
+    sys.stdout = Cell()
+    pyrannc.notebook_launcher(show, 2)
+    sys.exit()
 if way == "wrapped":
     train("plain")
 if way == "hangs":
@@ -64,6 +81,14 @@ def test_a_function_runs_on_several_ranks(job: Job, script: str) -> None:
 def test_what_fails_ends_all_ranks_and_is_told(job: Job, script: str, way: str, np: str, told: str) -> None:
     output = job.run(sys.executable, script, way, np, code=-2 if way == "hangs" else 1)
     assert told in output
+
+
+def test_lines_and_bars_of_ranks_arrive_whole(job: Job, script: str) -> None:
+    output = job.run(sys.executable, script, "prints", "2")
+    for rank in range(2):
+        assert f"<rank {rank} is done\n>" in output
+    for text in ("<\nbar 0>", "<\nbar 1>", "< and ends>"):  # \r is read as \n
+        assert output.count(text) == 2
 
 
 @pytest.mark.parametrize("np", ["two", 0, 2.5])
