@@ -28,6 +28,8 @@ def train(way):
         raise ValueError("no such file")
     if way == "hangs":
         time.sleep(600)
+    if way == "plain" and pyrannc.get_rank() == 0:
+        time.sleep(2)  # what the other rank says when it ends is heard
     print(f"rank {pyrannc.get_rank()} of {pyrannc.get_world_size()} is done", flush=True)
 
 class Cell:  # the output of a notebook's cell, which passes on each write alone
@@ -43,6 +45,7 @@ def show():
         print(f"\\rbar {state}", end="")
     print("", "and ends", end="")
 
+sys.last_value = ValueError("of an earlier cell")
 way = sys.argv[1]
 if way == "prints":
     sys.stdout = Cell()
@@ -68,6 +71,7 @@ def test_a_function_runs_on_several_ranks(job: Job, script: str) -> None:
     assert "rank 0 of 2 is done" in output
     assert "rank 1 of 2 is done" in output
     assert "Plan: 2 stages" in output
+    assert "earlier cell" not in output
 
 
 @pytest.mark.parametrize(
