@@ -11,6 +11,8 @@ MAX_LINE = 4 << 20
 
 #: A line ends with a newline, or with a carriage return (progress bars).
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+#: A line of the runtime's log, in its default pattern.
+_LOG_LINE = re.compile(rb"\[\w+\] \[(trace|debug|info|warning|error|critical)\] ")
 #: A pipe that polls as writable takes this many bytes without blocking (PIPE_BUF).
 _ATOMIC = 4096
 
@@ -29,13 +31,16 @@ class LineTagger:
         """Return the lines that `data` completes, with their prefix."""
         if not self._prefix:
             return data
+        if self._partial and not self._partial.endswith(b"\r") and _LOG_LINE.match(data):
+            self._partial += b"\n"  # a progress bar waits there for its next state
         self._partial += data
         lines = []
         start = 0
         for end in _LINE_END.finditer(self._partial):
             if end.group() == b"\r" and end.end() == len(self._partial) and len(self._partial) < MAX_LINE:
                 break  # the newline that belongs to it may be in the next chunk
-            lines.append(self._prefix + self._partial[start : end.end()])
+            if end.group() != b"\r" or end.start() > start:  # a bar begins with one
+                lines.append(self._prefix + self._partial[start : end.end()])
             start = end.end()
         del self._partial[:start]
         if len(self._partial) >= MAX_LINE:
@@ -48,6 +53,8 @@ class LineTagger:
             return b""
         line = self._prefix + bytes(self._partial)
         self._partial.clear()
+        if line == self._prefix + b"\r":
+            return b""
         return line if line.endswith((b"\n", b"\r")) else line + b"\n"
 
 

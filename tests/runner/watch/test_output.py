@@ -26,6 +26,11 @@ def tagged(*pieces: bytes, prefix: bytes = b"> ") -> bytes:
         ([], b""),
         ([b"10%\r20%\r", b"done\n"], b"> 10%\r> 20%\r> done\n"),
         ([b"dos\r", b"\nend"], b"> dos\r\n> end\n"),
+        ([b"\r 0%", b"\r 50%", b"\r"], b">  0%\r>  50%\r"),
+        ([b"\r"], b""),
+        ([b"\r 0%", b"[RaNNCModule] [info] Plan\n", b"\r 9%\n"], b">  0%\n> [RaNNCModule] [info] Plan\n>  9%\n"),
+        ([b"\r 0%", b"[1/9] [eta 3 s] ", b"\n"], b">  0%[1/9] [eta 3 s] \n"),
+        ([b"\r 0%\r", b"[RaNNCModule] [info] Plan\n"], b">  0%\r> [RaNNCModule] [info] Plan\n"),
     ],
 )
 def test_each_line_gets_its_prefix(pieces: list[bytes], expected: bytes) -> None:
