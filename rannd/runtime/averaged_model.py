@@ -67,6 +67,8 @@ class AveragedModel:
         """Averages of what this rank holds, by the first names of the tensors; None until there is one."""
         self.swapped = False
         """Whether the model has the averages as its values now."""
+        self._mode: bool | None = None
+        """What `train` or `eval` has set; None: the model's mode in each call."""
         session.followers.append(weakref.ref(self))
 
     # -- averages ---------------------------------------------------------------------------------------------
@@ -162,9 +164,46 @@ class AveragedModel:
         return done
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with the averages as its values, in its present mode. Collective."""
-        with self.average_parameters():
+        """Call the model with the averages as its values, in the mode of `train` or `eval`. Collective."""
+        with self.average_parameters(), self._in_mode():
             return self._model(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> AveragedModel:
+        """Set the mode of later calls of this object; the model keeps its own. Without, the model's mode counts."""
+        self._mode = mode
+        return self
+
+    def eval(self) -> AveragedModel:
+        """`train(False)`."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether calls of this object run in training mode."""
+        return self._model.training if self._mode is None else self._mode
+
+    @contextlib.contextmanager
+    def _in_mode(self) -> Iterator[None]:
+        if self._mode is None:
+            yield
+            return
+        before = {module: module.training for module in self._model.modules()}  # layers may differ
+        self._model.train(self._mode)
+        try:
+            yield
+        finally:
+            for module, mode in before.items():
+                module.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        advice = ""
+        if hasattr(nn.Module, name):
+            advice = (
+                ": it is no torch.nn.Module, and its averages are on the device and in the dtype of the model's "
+                "parameters, without gradients; ema.state_dict() gathers them, and inside `with "
+                "ema.average_parameters():` the RaNNCModule has them as its parameters"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
 
     @property
     def module(self) -> RaNNCModule:

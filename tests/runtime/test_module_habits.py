@@ -278,6 +278,34 @@ def test_a_whole_model_that_is_opaque_is_recomputed() -> None:
     torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)
 
 
+def test_averages_are_called_in_a_mode_of_their_own() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0), nn.BatchNorm1d(4))
+    net[2].eval()
+    model = wrapped(net)
+    ema, x = pyrannc.AveragedModel(model), torch.ones(2, 4)
+    ema.update_parameters()
+    assert ema.training
+    assert not ema(x).count_nonzero()
+    assert ema.eval() is ema
+    assert not ema.training
+    assert ema(x).count_nonzero()
+    assert [each.training for each in (model, net, *net)] == [True, True, True, True, False]
+    assert not model(x).count_nonzero()
+    model.eval()
+    ema.train()
+    assert not ema(x).count_nonzero()
+    assert model(x).count_nonzero()
+
+
+@pytest.mark.parametrize("name", ["parameters", "to", "requires_grad_"])
+def test_averages_say_what_they_have_instead_of_a_modules_attributes(name: str) -> None:
+    ema = pyrannc.AveragedModel(wrapped())
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': it is no torch\.nn\.Module.*average_parameters"):
+        getattr(ema, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'other'$"):
+        ema.other  # noqa: B018
+
+
 class Region(nn.Module):
     """A layer in float32 between others, whatever the script's autocast is."""
 
