@@ -63,6 +63,12 @@ _PLACES = {
     Phase.DUMP_EVENTS: "pyrannc._dump_events",
     Phase.GET_PARAM: "get_param, or another function that gathers parameters",
 }
+_RETURNED = frozenset({Phase.STATE_DICT, Phase.OPTIMIZER_STATE_DICT, Phase.AVERAGES})
+"""Those whose result a script saves itself."""
+
+
+def _name(phase: Phase) -> str:
+    return phase.name.lower().replace("optimizer_", "optimizer.")
 
 
 def _place(phase: int, step: int) -> str:
@@ -70,9 +76,18 @@ def _place(phase: int, step: int) -> str:
     if phase in (Phase.FORWARD, Phase.BACKWARD):
         return f"the {Phase(phase).name.lower()} of call {step}"
     try:
-        return _PLACES.get(Phase(phase), Phase(phase).name.lower())
+        return _PLACES.get(Phase(phase), _name(Phase(phase)))
     except ValueError:  # a message of a collective that does not call `agree` first
         return "another collective operation"
+
+
+def _remedy(*phases: int) -> str:
+    """What to do about ranks in these different phases: usually one of them is inside ``if rank == 0:``."""
+    alone = next((Phase(each) for each in phases if each in tuple(Phase) and each not in _STEADY), None)
+    if alone is None:
+        return "likewise all other collective functions (barrier, those that gather or load state)"
+    save = ", and save what it returns on rank 0 alone" if alone in _RETURNED else ""
+    return f"likewise {_place(alone, 0)}: call it on all ranks, outside of `if rank == 0`{save}"
 
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
@@ -118,8 +133,7 @@ class Agreement:
             here, there = (_place(*place) for place in (places[0], places[other]))
             raise StepError(
                 f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model and backward equally "
-                "often and in the same order, and likewise all other collective functions (barrier, those that gather "
-                "or load state)"
+                f"often and in the same order, and {_remedy(places[0][0], places[other][0])}"
             )
         if len({each[2] for each in told}) > 1:
             _compare(self.world)
@@ -201,7 +215,7 @@ def same_loss_gradient(gradients: Sequence[float]) -> None:
 def meet(world: World, phase: Phase, about: str = "") -> None:
     """Barrier that checks that all ranks are in the same phase, with the same `about`; StepError if not."""
     ensure_memory(phase, 0)
-    with world.watch.inside(phase.name.lower()):
+    with world.watch.inside(_name(phase)):
         told = agree(world, phase, 0, _number(about.encode()))
         if len(set(told)) > 1:
             names = [data.decode() for data in world.gather_bytes(about.encode())]
