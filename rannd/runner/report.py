@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Collection
@@ -10,6 +11,8 @@ from rannd.errors import LaunchError
 from rannd.runner.last_words import NO_WORDS, last_words
 from rannd.runner.watch.job_result import JobResult, RankEnd
 
+_PLACE = re.compile(r" \(([^()]+:\d+)\)$")
+"""The line of the script at the end of `last_words`."""
 _SIGNAL_WORDS = {
     signal.SIGKILL: "out of memory is likely, unless someone killed it",
     signal.SIGSEGV: "invalid memory access in native code",
@@ -116,14 +119,22 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
+def _split(words: str) -> tuple[str, str]:
+    """An error and the line that it came from, '' if there is none."""
+    found = _PLACE.search(words)
+    return (words[: found.start()], found[1]) if found else (words, "")
+
+
 def _table(ends: list[RankEnd]) -> list[str]:
     rows = [("host", "rank", "pid", "time", "end", "error")]
     first = ends[-1]
+    error, place = _split(last_words(first.tail))
     for end in ends:
         clock = time.strftime("%H:%M:%S", time.localtime(end.time)) + f".{int(end.time % 1 * 1000):03d}"
         words = last_words(end.tail)
-        if words != NO_WORDS and end is not first and words == last_words(first.tail):
-            words = f"the same as rank {first.rank}"
+        mine, here = _split(words)
+        if words != NO_WORDS and end is not first and mine == error:
+            words = f"the same as rank {first.rank}" + (f", at {here}" if here != place else "")
         rows.append((end.host, str(end.rank), str(end.pid), clock, _end_words(end), words))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return ["  " + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]

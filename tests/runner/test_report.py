@@ -76,6 +76,14 @@ def test_an_error_of_several_ranks_is_told_once() -> None:
     assert told == [("4", "ValueError: y"), ("3", "-"), ("1", "-"), ("0", "the same as rank 2"), ("2", "ValueError: x")]
 
 
+def test_an_error_from_several_lines_of_the_script_is_told_once() -> None:
+    tail = 'Traceback (most recent call last):\n  File "a.py", line {}, in <module>\n    f()\nStepError: x\n'
+    rows = report(
+        JobResult([end(0, 1, tail=tail.format(3)), end(1, 1, tail=tail.format(4))]), "Open MPI", {0, 1}, None
+    ).splitlines()[2:]
+    assert [row.split("  ")[-1] for row in rows] == ["the same as rank 0, at a.py:4", "StepError: x (a.py:3)"]
+
+
 def test_a_hidden_ranks_errors_are_repeated() -> None:
     text = report(JobResult([end(1, 1, tail="one\ntwo\n")]), "Open MPI", {0}, None)
     assert text.startswith(
