@@ -445,6 +445,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.ops.aten._upsample_nearest_exact3d", 'interpolate(mode="nearest-exact") of volumes.'),
     PrivateName("torch.ops.aten._weight_norm", "weight_norm."),
     # Compiled blocks: settings and facts of torch.compile that have no public names.
+    PrivateName("torch._dynamo.OptimizedModule._orig_mod", "The module that torch.compile was given, to wrap it."),
     PrivateName("torch._dynamo.config", "disable, which switches torch.compile off."),
     PrivateName("torch._dynamo.config.disable", "Read before a block is compiled: torch 2.11 does not say so."),
     PrivateName("torch._dynamo.utils.counters", "Whether inductor compiled a block, or found it in its cache."),

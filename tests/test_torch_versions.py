@@ -49,6 +49,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "torch.nn.RNNBase": lambda: nn.LSTM(1, 1),
     "torch.optim.Optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
     "torch.utils.data.dataloader._BaseDataLoaderIter": lambda: iter(torch.utils.data.DataLoader([0])),
+    "torch._dynamo.OptimizedModule": lambda: torch.compile(nn.Identity(), backend="eager"),
     "torch._ops.OpOverload": lambda: torch.ops.aten.add.Tensor,
     "torch._ops.OpOverloadPacket": lambda: torch.ops.aten.add,
 }

@@ -36,8 +36,10 @@ from rannd.runtime.session import Session
 from rannd.runtime.wrapping import registry
 from rannd.runtime.wrapping.inner_calls import InnerCalls
 from rannd.runtime.wrapping.other_wrappers import (
+    COMPILED_INSIDE,
     NOT_COMPILED,
     NOT_EXPORTED,
+    original,
     refuse_data_parallel,
     refuse_sharding,
     refuse_trainer,
@@ -136,6 +138,7 @@ class RaNNCModule(nn.Module):
             raise UsageError(f'outputs={outputs!r}; use "auto" or "all"')
         if total_calls is not None and total_calls < 1:
             raise UsageError(f"total_calls={total_calls}; it is the number of the model's calls, 1 or more")
+        given, model = model, original(model)
         check_model(model)
         if optimizer is not None:
             check_optimizer(optimizer, model)
@@ -179,6 +182,8 @@ class RaNNCModule(nn.Module):
         for warning in config.no_effect_warnings() if session.world.rank == 0 else ():
             log.get("RaNNCModule").warning("%s", warning)
         self._calls = InnerCalls(self, model, RaNNCModule.forward, lambda: session.deployment is not None)
+        if (self._calls.compiled or given is not model) and session.world.rank == 0:
+            log.get("RaNNCModule").warning(COMPILED_INSIDE)
         self._bypass: BypassWatch | None = None
         if optimizer is not None and session.world.size > 1 and session.world.rank == 0:  # that one tells
             self._bypass = BypassWatch(optimizer, model, lambda: session.delivered)

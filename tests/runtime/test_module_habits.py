@@ -232,12 +232,25 @@ def test_a_compiled_model_runs_its_graph_and_gets_its_call_back(capfd: pytest.Ca
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     net._compiled_call_impl = compiled
     model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), 0.1))
-    assert "compile() of the wrapped model has no effect" in capfd.readouterr().err
+    assert "torch.compile of the wrapped model has no effect" in capfd.readouterr().err
     model(torch.ones(2, 4)).sum().backward()
     net(torch.ones(2, 4)).sum().backward()
     pyrannc.clear()
     with pytest.raises(AssertionError, match=r"torch\.compile"):
         net(torch.ones(2, 4))
+
+
+def test_what_torch_compile_returned_is_wrapped_without_it(capfd: pytest.CaptureFixture[str]) -> None:
+    net = Named()
+    model = pyrannc.RaNNCModule(torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters(), lr=0.1))
+    assert capfd.readouterr().err.count("torch.compile of the wrapped model has no effect") == 1
+    assert model.module is net
+    assert list(model.state_dict()) == ["layer.weight", "layer.bias"]
+    model(torch.ones(2, 4)).backward()
+    hooked: Any = torch.compile(Named(), backend="eager")
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match=r"the module that torch\.compile returned has hooks"):
+        pyrannc.RaNNCModule(hooked)
 
 
 def test_a_wrapper_that_is_gone_leaves_the_model_as_it_was() -> None:

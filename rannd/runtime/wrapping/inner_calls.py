@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rannd import log
-
 _ATTRIBUTE = "_compiled_call_impl"
 
 
@@ -46,11 +44,8 @@ class InnerCalls:
                 return run(outer, *args, **kwargs)
             return theirs(inner, *args, **kwargs)
 
-        if self._theirs is not None:
-            log.get("RaNNCModule").warning(
-                "compile() of the wrapped model has no effect: rannd runs the operators of its graph. Set "
-                'compile_stages="blocks" (RANNC_COMPILE_STAGES) instead'
-            )
+        self.compiled = self._theirs is not None
+        """Whether the model's compile() was called."""
         self._set(call)
 
     @contextlib.contextmanager

@@ -10,9 +10,14 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 
 from rannd import log
 from rannd.errors import UsageError
+from rannd.graph.fingerprint.state_rules import HOOK_FLAGS
 
 NOT_COMPILED = (
     "torch.compile of a RaNNCModule compiles nothing: ranks run graphs of their own. Set "
+    'compile_stages="blocks" (RANNC_COMPILE_STAGES) instead'
+)
+COMPILED_INSIDE = (
+    "torch.compile of the wrapped model has no effect: rannd runs the operators of its graph. Set "
     'compile_stages="blocks" (RANNC_COMPILE_STAGES) instead'
 )
 NOT_EXPORTED = (
@@ -31,6 +36,19 @@ class _NoOtherWrapper(dict[str, Any]):
             "torch.distributed.checkpoint.state_dict ends here: in place of get_model_state_dict(model) call "
             "model.state_dict())"
         )
+
+
+def original(model: Any) -> Any:
+    """The module that torch.compile was given, for what it returned; anything else as it is."""
+    dynamo = sys.modules.get("torch._dynamo")  # imported by torch.compile; it takes a second
+    while dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        if any(getattr(model, hooks) for hooks in HOOK_FLAGS):
+            raise UsageError(
+                "the module that torch.compile returned has hooks, which calls of a RaNNCModule do not run: register "
+                "them on the module that it was given, and wrap that one"
+            )
+        model = model._orig_mod
+    return model
 
 
 def refuse_sharding(wrapper: nn.Module) -> None:
