@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from rannd import log
@@ -10,10 +12,11 @@ from rannd.graph.python_state.guards import users_hooks
 
 
 class Notices:
-    """Logs on rank 0; hooks only once."""
+    """Logs on rank 0; hooks only once, and why traces are not cached once for each reason."""
 
     def __init__(self) -> None:
         self._hooks_told = False
+        self._uncached: set[str] = set()
 
     def tell(self, graph: ModelGraph, model: nn.Module) -> None:
         """Log what the front-end did, and what later calls do not."""
@@ -41,3 +44,16 @@ class Notices:
                 hooks[0],
                 f", and {len(hooks) - 1} more" if hooks[1:] else "",
             )
+
+    def tell_uncached(self, reasons: Sequence[str]) -> None:
+        """Log why a trace cannot be cached: a reason, or '', of each rank."""
+        for reason in dict.fromkeys(reasons):
+            if reason and reason not in self._uncached:
+                self._uncached.add(reason)
+                ranks = [rank for rank, each in enumerate(reasons) if each == reason]
+                log.get("RaNNCModule").info(
+                    "The trace cannot be cached%s: %s. Each start of the job traces again; if forward reads a value "
+                    "from outside of the model, read it in __init__, and keep it as an attribute",
+                    f" (ranks {ranks})" if len(ranks) < len(reasons) else "",
+                    reason,
+                )

@@ -349,7 +349,7 @@ class Tracer:
             try:
                 data = encode(traced, signature.fixed_rows)
             except Uncodable as exc:
-                log.get("RaNNCModule").info("The trace cannot be cached: %s", exc)
+                self._notices.tell_uncached([str(exc)])
         return build(self._context.model, signature, leaves, self._world.device, traced), data
 
     def _load(
@@ -423,9 +423,13 @@ class Tracer:
         found = fingerprint(self._context.model, signature, self._world.device)
         components = {} if isinstance(found, Unseen) else {**found.components, "checking": digest_of(CHECKING)}
         key = trace_key(components) if components else None
-        told = self._world.gather_bytes(b"" if key is None else key.digest.encode())
-        if isinstance(found, Unseen):
-            log.get("RaNNCModule").info("The trace cannot be cached: %s", found.reason)
+        reason = found.reason if isinstance(found, Unseen) else ""
+        gathered = self._world.gather_bytes(
+            f"{'' if key is None else key.digest} {reason}".encode(errors="backslashreplace")
+        )
+        told, _, reasons = zip(*(each.decode().partition(" ") for each in gathered), strict=True)
+        if self._world.rank == 0:
+            self._notices.tell_uncached(reasons)
         if all(each == told[0] for each in told):
             return key
         if all(told):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +12,11 @@ import torch
 from torch import nn
 
 import pyrannc
+from rannd import log
 from rannd.daemon.client.cache import Client, connect
 from rannd.daemon.common.keys import Key
 from rannd.runtime.traces import shape_families, trace_provider
+from rannd.runtime.traces.trace_notices import Notices
 
 
 class Times(nn.Module):
@@ -81,6 +85,37 @@ def overwrite(key: Key, value: bytes) -> None:
 
 def _client() -> Client:
     return connect(mode="on", timeout_s=30, idle_s=300, max_bytes=1 << 30)
+
+
+OPTIONS = argparse.Namespace(factor=2.0)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * OPTIONS.factor  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("runs")
+def test_why_traces_are_not_cached_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+    model = pyrannc.RaNNCModule(Scaled(), None)
+    with caplog.at_level(logging.INFO):
+        for mode in (True, False):
+            model.train(mode)(torch.ones(3, 4))
+    told = [each.getMessage() for each in caplog.records if "cannot be cached" in each.getMessage()]
+    assert len(told) == 1
+    assert "global OPTIONS uses module argparse" in told[0]
+    assert told[0].endswith("read it in __init__, and keep it as an attribute")
+
+
+def test_a_rank_whose_traces_alone_cannot_be_cached_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    log.setup(level="info")
+    with caplog.at_level(logging.INFO):
+        Notices().tell_uncached(["", "it reads a clock", ""])
+    (told,) = caplog.records
+    assert told.getMessage().startswith("The trace cannot be cached (ranks [1]): it reads a clock. ")
 
 
 @pytest.mark.parametrize("damage", ["no trace at all", "another hash", "not of this model"])
