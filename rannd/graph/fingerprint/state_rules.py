@@ -100,12 +100,14 @@ IGNORED = {
 
 DERIVED = {
     ("torch.nn.modules.rnn", "RNNBase"): frozenset({"_flat_weights", "_flat_weight_refs"}),
+    ("transformers.modeling_utils", "PreTrainedModel"): frozenset({"_output_capturing_hooks_installed"}),
     ("transformers.configuration_utils", "PreTrainedConfig"): frozenset({"problem_type"}),
     ("transformers.configuration_utils", "PretrainedConfig"): frozenset({"problem_type"}),
 }
 """Attributes that forward derives again in each call, by the class that has them: an RNN's list of its weights, which
-are others while a model is traced, and the loss that the labels of a classification need, as long as none is set. A
-graph does what forward does with them, so that nothing is lost if they are not assigned."""
+are others while a model is traced, the mark of a model whose forward has registered hooks that collect outputs (which
+are taken off it after tracing), and the loss that the labels of a classification need, as long as none is set. A graph
+does what forward does with them, so that nothing is lost if they are not assigned."""
 
 IGNORED_OF_TENSORS = ("_dynamo", "_rannd_")
 """Prefixes of attributes that torch.export and rannd's runtime leave on tensors."""

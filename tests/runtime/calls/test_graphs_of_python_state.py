@@ -356,6 +356,23 @@ def test_a_loss_that_hugging_face_chooses_by_its_labels_is_not_told(caplog: pyte
     assert "forward assigns" not in caplog.text
 
 
+def test_hooks_of_hugging_face_that_collect_outputs_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
+    inner = BertModel(config).eval()
+    model, plain, ids = pyrannc.RaNNCModule(inner), copy.deepcopy(inner), torch.randint(0, 8, (2, 3))
+    for _ in range(2):
+        for found, wanted in zip(
+            model(ids, output_hidden_states=True).hidden_states,
+            plain(ids, output_hidden_states=True).hidden_states,
+            strict=True,
+        ):
+            torch.testing.assert_close(found, wanted)
+    assert plain._output_capturing_hooks_installed
+    assert "forward assigns" not in caplog.text
+
+
 def test_switches_of_torch_between_calls_are_seen() -> None:
     """The code makes a tensor of the default type."""
 
