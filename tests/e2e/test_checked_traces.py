@@ -60,5 +60,5 @@ def test_a_tensor_of_one_element_of_another_stage_does_not_prevent_a_comparison(
 @pytest.mark.long
 def test_too_many_stages_name_the_code_that_cannot_be_cut(job: Job) -> None:
     told = job.train(2, "tests/e2e/programs/one_block.py", code=1, RANNC_PARTITION_NUM="2")
-    assert "the model divides into 1 blocks only" in told
+    assert "the model divides into 1 block only; use at most 1 stage." in told
     assert "Nothing inside the model (Net) can be split over stages" in told

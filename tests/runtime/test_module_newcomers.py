@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import pyrannc
-from rannd.errors import ProfileError, RanndError, StepError, TraceError, UsageError
+from rannd.errors import PlanError, ProfileError, RanndError, StepError, TraceError, UsageError
 from rannd.runtime.parameters.state_elsewhere import StateElsewhere, TensorElsewhere
 
 
@@ -206,3 +206,10 @@ def test_who_starts_a_script_alone_learns_how_to_start_ranks(caplog: pytest.LogC
     with caplog.at_level("INFO", logger="rannd"):
         model(torch.randn(3, 6)).sum().backward()
     assert "training begins (rannc-run -np N starts a script on N ranks)" in caplog.text
+
+
+def test_a_mini_batch_that_cannot_be_divided_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_PIPELINE_NUM", "2")
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(PlanError, match=r"couples the rows of a batch \(batch_norm normalises over the batch"):
+        model(torch.ones(4, 4))

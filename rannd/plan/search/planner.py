@@ -70,6 +70,7 @@ def plan(
     interleaved: bool = True,
     ranked: bool = False,
     way: RunMode | None = None,
+    coupled: str = "",
 ) -> Deployment:
     """Return the deployment of `graph` on `world` devices with the smallest E (docs/planning.md).
 
@@ -87,6 +88,7 @@ def plan(
         ranked: Simulate this plan and others, and return the fastest, which takes longer than the search itself. Only
             then a free schedule is chosen; otherwise it is the default one.
         way: The run mode; None: from the options.
+        coupled: Why the graph couples rows, for an error.
 
     Raises:
         PlanError: Constraints contradict each other.
@@ -108,7 +110,9 @@ def plan(
         raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
     machine = Machine(slots, costs.link, costs.between, costs.runtime)
     rows_per_rank = math.ceil(batch_rows / world)
-    counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=opaque_code(graph))
+    counts = microbatch_counts(
+        options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, reason=coupled, why=opaque_code(graph)
+    )
     counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
     rows = [piece_rows(batch_rows, world, count) for count in counts]
@@ -284,7 +288,9 @@ def _least(*needs: Need | None) -> Need | None:
     return min((need for need in needs if need is not None), key=lambda need: need.bytes, default=None)
 
 
-def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool, why: str = "") -> list[int]:
+def microbatch_counts(
+    options: PlanOptions, *, rows_per_rank: int, coupled: bool, reason: str = "", why: str = ""
+) -> list[int]:
     """Return the numbers of microbatches to try: min_pipeline, doubled up to max_pipeline, or only pipeline_num.
 
     No microbatch may have fewer rows than min_pipeline_bs, and a graph that couples rows takes whole mini-batches.
@@ -299,9 +305,12 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
         wanted = [count for count in wanted if count <= max(rows_per_rank, options.min_pipeline)]
     asked = f"pipeline_num={options.pipeline_num}" if options.pipeline_num else f"min_pipeline={options.min_pipeline}"
     if coupled and wanted[0] > 1:
+        because = (
+            f" ({reason})" if reason else " (as BatchNorm does in training), or has a graph for one batch size only"
+        )
         raise PlanError(
-            f"{asked}, but the model couples the rows of a batch (as BatchNorm does in training), or has a graph for "
-            f"one batch size only (the log says why), so each mini-batch has to run whole; set pipeline_num=1{why}"
+            f"{asked}, but the model couples the rows of a batch{because}, so each mini-batch has to run whole; set "
+            f"pipeline_num=1{why}"
         )
     # Microbatches without rows do not run, so the smallest one has at least one row.
     smallest = {count: max(rows_per_rank // count, 1) for count in wanted}
@@ -346,6 +355,10 @@ def _replicas(options: PlanOptions, world: int) -> Counts:
     return counts
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _demanded(options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str) -> int:
     """Return the number of stages; 0: free.
 
@@ -377,13 +390,13 @@ def _demanded(options: PlanOptions, *, world: int, blocks: int, marked: bool, wh
     if stages > blocks and marked:
         raise PlanError(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={options.replica_num}), but the "
-            f"model may be cut at its CutPoints only, which divide it into {blocks} parts; use at most {blocks} "
-            "stages, or add CutPoints"
+            f"model may be cut at its CutPoints only, which divide it into {_count(blocks, 'part')}; use at most "
+            f"{_count(blocks, 'stage')}, or add CutPoints"
         )
     if stages > blocks:
         raise PlanError(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "
-            f"into {blocks} blocks only; use at most {blocks} stages{why}"
+            f"into {_count(blocks, 'block')} only; use at most {_count(blocks, 'stage')}{why}"
         )
     return stages
 

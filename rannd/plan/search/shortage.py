@@ -102,6 +102,6 @@ def opaque_code(graph: TaskGraph) -> str:
         return ""
     some = ", ".join(code[:_MOST_NAMED]) + (f" and {len(code) - _MOST_NAMED} more" if len(code) > _MOST_NAMED else "")
     return (
-        f". Nothing inside {some} can be split over stages: that code cannot be traced and runs as one operator (the "
-        "log lines 'Tracing:' say why)"
+        f". Nothing inside {some} can be split over stages: that code cannot be traced and runs as one operator. The "
+        "log lines 'Tracing:' say why, and where: move what cannot be traced into a small submodule of its own"
     )

@@ -568,6 +568,7 @@ class Planner:
             options=self._options,
             interleaved=self._interleaved,
             ranked=True,
+            coupled=self._graph.coupled or "",
         )
         deployment = replayed(
             self._graph.task, blocks, costs.blocks, deployment, self._options, interleaved=self._interleaved

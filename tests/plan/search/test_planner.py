@@ -166,6 +166,8 @@ def test_coupled_rows_run_in_whole_mini_batches() -> None:
     for items in ({"pipeline_num": 2}, {"min_pipeline": 2}):
         with pytest.raises(PlanError, match="couples the rows"):
             deploy(coupled, 4, **items)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"the rows of a batch \(index combines samples\), so each mini-batch has to"):
+        microbatch_counts(PlanOptions(pipeline_num=2), rows_per_rank=4, coupled=True, reason="index combines samples")
 
 
 def test_microbatches_double_while_there_are_rows() -> None:
