@@ -465,7 +465,12 @@ class _FrontEnd:
                     self._run(examples)
             except Exception as exc:
                 place = of_exception(self._model, exc)
-                told = TraceError(f"{described(self._model, place.modules[0])} fails{place.line}: {in_words(exc)}")
+                ran, call = _shapes(examples), _shapes(self._leaves)
+                others = (
+                    f" (tried with tensors of the shapes {ran}; those of the call have {call})" if ran != call else ""
+                )
+                where = described(self._model, place.modules[0])
+                told = TraceError(f"{where} fails{place.line}: {in_words(exc)}{others}")
                 told.__cause__ = exc
                 return told
         return None
@@ -499,3 +504,7 @@ class _FrontEnd:
 
     def _note(self, line: str) -> None:
         self._record.append(line)
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join("x".join(map(str, each.shape)) or "()" for each in tensors)

@@ -295,7 +295,12 @@ def _ids(model: Small, x: Tensor) -> Tensor:
         (nn.LazyLinear(6), (X,), UsageError, "parameter weight of the model has no shape yet .*call the model once"),
         (Lost(), (X.float(),), TraceError, "there .*parameters are on several devices: here.* on cpu, there.* on meta"),
         (small(_ids), (X,), TraceError, r"module table \(Embedding\) fails, at \S*pieces.py:\d+: RuntimeError"),
-        (nn.Sequential(nn.Linear(6, 5), nn.Linear(6, 6)), (X.float(),), TraceError, r"module 1 \(Linear\) fails"),
+        (
+            nn.Sequential(nn.Linear(6, 5), nn.Linear(6, 6)),
+            (X.float(),),
+            TraceError,
+            r"module 1 \(Linear\) fails.*\(2x5 and 6x6\) \(tried .* the shapes 2x6; those of the call have 4x6\)",
+        ),
         (
             small(lambda m, x, y: cross_entropy(x @ m.w, y)),
             (X, torch.zeros(5, dtype=torch.long)),
