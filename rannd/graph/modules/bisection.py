@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
 
 from rannd.graph.modules.methods import split_path
 
@@ -70,6 +73,26 @@ def first_wrong(model: nn.Module, paths: Sequence[str], right: Works, root: str 
 def is_called(module: nn.Module) -> bool:
     """Whether a module has a forward; ModuleList and ModuleDict have none."""
     return type(module).forward is not nn.Module.forward
+
+
+@contextlib.contextmanager
+def packed_calls(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the paths of recurrent layers that are called with a PackedSequence."""
+    found: list[str] = []
+
+    def watch(name: str, module: nn.Module) -> RemovableHandle:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], PackedSequence):
+                found.append(name)
+
+        return module.register_forward_pre_hook(hook)
+
+    handles = [watch(name, module) for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

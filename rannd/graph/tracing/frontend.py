@@ -35,7 +35,16 @@ from rannd.graph.call.unread import Unread
 from rannd.graph.fx.leaf_op import LeafTable
 from rannd.graph.fx.traced import Traced
 from rannd.graph.modules.autograd_functions import function_path
-from rannd.graph.modules.bisection import ancestors, halve, has_backward_hooks, is_called, outermost, twins, within
+from rannd.graph.modules.bisection import (
+    ancestors,
+    halve,
+    has_backward_hooks,
+    is_called,
+    outermost,
+    packed_calls,
+    twins,
+    within,
+)
 from rannd.graph.modules.foreign_rng import unchanged
 from rannd.graph.modules.methods import called_methods, method_path, part_of
 from rannd.graph.modules.source_location import Offence, SourceLocation, described, in_words, of_exception
@@ -365,9 +374,16 @@ class _FrontEnd:
         if attempt is None:
             return self._done(whole)
         why = self._why(attempt).rstrip(".")
+        with packed_calls(self._model) as packed:
+            self._runs_with(self._signature, [2])
+        advice = (
+            f"forward calls {packed[0]} with a PackedSequence: put packing, {packed[0]} and unpacking into a separate"
+            if packed and packed[0]
+            else "Move that code into a separate"
+        )
         self._note(
-            f"the whole model runs as one operator, and cannot be cut: {why}. Move that code into a separate "
-            "submodule, so that the rest can be partitioned"
+            f"the whole model runs as one operator, and cannot be cut: {why}. {advice} submodule, so that the rest can "
+            "be partitioned"
         )
         return self._done(whole)
 

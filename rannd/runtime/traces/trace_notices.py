@@ -12,9 +12,11 @@ from rannd.graph.python_state.guards import users_hooks
 
 
 class Notices:
-    """Logs on rank 0; hooks only once, and why traces are not cached once for each reason."""
+    """Logs on rank 0; once for a model what graphs of other sizes or modes have in common."""
 
     def __init__(self) -> None:
+        self._lines: set[str] = set()
+        self._whole_told = False
         self._hooks_told = False
         self._uncached: set[str] = set()
 
@@ -22,9 +24,13 @@ class Notices:
         """Log what the front-end did, and what later calls do not."""
         traced = graph.traced
         logger = log.get("RaNNCModule")
-        for line in traced.record:
-            logger.info("Tracing: %s", line)
-        if "" in traced.leaf_paths:
+        whole = "" in traced.leaf_paths
+        for line in traced.record[: -1 if whole else None]:
+            if line not in self._lines:
+                self._lines.add(line)
+                logger.info("Tracing: %s", line)
+        if whole and not self._whole_told:
+            self._whole_told = True
             logger.warning("The model runs in data parallel only: %s", traced.record[-1])
         changes: dict[str, list[str]] = {}
         for where in traced.changes:

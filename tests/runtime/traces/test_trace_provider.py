@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import rnn
 
 import pyrannc
 from rannd import log
@@ -116,6 +118,36 @@ def test_a_rank_whose_traces_alone_cannot_be_cached_is_named(caplog: pytest.LogC
         Notices().tell_uncached(["", "it reads a clock", ""])
     (told,) = caplog.records
     assert told.getMessage().startswith("The trace cannot be cached (ranks [1]): it reads a clock. ")
+
+
+class Packed(nn.Module):
+    """The lengths are on the CPU, where code can read them while it is traced, but no graph can show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gru = nn.Linear(4, 4), nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = rnn.pack_padded_sequence(self.layer(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+def test_packing_in_forward_is_named_and_a_line_of_tracing_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+    inner = Packed().double()
+    model = pyrannc.RaNNCModule(inner, None)
+    with caplog.at_level(logging.INFO):
+        for length in (5, 6):
+            x, lengths = torch.randn(3, length, 4).double(), torch.tensor([length, 2, 3])
+            torch.testing.assert_close(model(x, lengths), copy.deepcopy(inner)(x, lengths))
+    told = [each.getMessage() for each in caplog.records]
+    (warning,) = [line for line in told if "data parallel only" in line]
+    assert "forward calls gru with a PackedSequence: put packing, gru and unpacking into a separate sub" in warning
+    traced = [line for line in told if line.startswith("Tracing: ")]
+    assert traced
+    assert len(set(traced)) == len(traced)
 
 
 @pytest.mark.parametrize("damage", ["no trace at all", "another hash", "not of this model"])
