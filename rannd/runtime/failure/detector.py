@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -444,7 +445,8 @@ class FailureDetector:
         self._asked_at = None
         if failure.rank != self._rank or failure.kind == "hang":
             if self._own is None:
-                log.get("RaNNCProcess").error("%s", failure.words())
+                stopped = failure.error == KeyboardInterrupt.__name__  # by Ctrl-C, which all ranks get
+                log.get("RaNNCProcess").log(logging.DEBUG if stopped else logging.ERROR, "%s", failure.words())
             if failure.kind == "memory":
                 self._mark(failure)
             self._blocks_others = failure.kind == "hang" and self._doing(self._waited_for()) != "waiting"

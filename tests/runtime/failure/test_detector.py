@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import re
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -150,6 +152,16 @@ def test_ctrl_c_ends_a_rank_that_waits_at_its_end(
         ended.set()
         told.join()
         watch._channel.close()
+
+
+@pytest.mark.parametrize(("error", "told"), [("KeyboardInterrupt", []), ("ValueError: no", ["ERROR"])])
+def test_ctrl_c_on_another_rank_is_no_error_of_the_log(
+    error: str, told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = FailureDetector()
+    watch._take(msgspec.structs.replace(FAILURE, error=error))
+    assert watch.failure is not None
+    assert [each.levelname for each in caplog.records if each.levelno >= logging.INFO] == told
 
 
 def test_the_watch_sees_that_the_script_joins_a_thread() -> None:
