@@ -375,7 +375,8 @@ class _FrontEnd:
             return self._done(whole)
         why = self._why(attempt).rstrip(".")
         with packed_calls(self._model) as packed:
-            self._runs_with(self._signature, [2])
+            if any(isinstance(each, nn.RNNBase) for each in self._model.modules()):
+                self._runs_with(self._signature, [2])
         advice = (
             f"forward calls {packed[0]} with a PackedSequence: put packing, {packed[0]} and unpacking into a separate"
             if packed and packed[0]
