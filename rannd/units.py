@@ -17,3 +17,10 @@ def amounts_apart(one: int, other: int) -> tuple[str, str]:
         if amount(one, digits) != amount(other, digits):
             break
     return amount(one, digits), amount(other, digits)
+
+
+def count_text(number: int, what: str) -> str:
+    """Format a number of things: ``1 stage``, ``2 batches``."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number} {what}es" if what.endswith("ch") else f"{number} {what}s"

@@ -14,6 +14,7 @@ from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment, Slot, Stage
 from rannd.plan.measured_step import TOLD, MeasuredStep
 from rannd.plan.slot_memory import device_bytes, fullest_bytes, stages_by_slots
+from rannd.units import count_text
 
 _MIB = 2**20
 _SHORT_S = 0.1
@@ -439,10 +440,3 @@ def bytes_text(count: float) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{int(count)} B"
-
-
-def count_text(number: int, what: str) -> str:
-    """Format a number of things: ``1 stage``, ``2 batches``."""
-    if number == 1:
-        return f"1 {what}"
-    return f"{number} {what}es" if what.endswith("ch") else f"{number} {what}s"

@@ -43,6 +43,7 @@ from rannd.plan.topology import Counts, Machine, place
 from rannd.plan.virtual.virtual_asked import VirtualAsked, asked_for
 from rannd.plan.zero import replica_counts
 from rannd.profile.costs import CostTable
+from rannd.units import count_text
 
 __all__ = [
     "PlanOptions",
@@ -355,10 +356,6 @@ def _replicas(options: PlanOptions, world: int) -> Counts:
     return counts
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _demanded(options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str) -> int:
     """Return the number of stages; 0: free.
 
@@ -390,13 +387,13 @@ def _demanded(options: PlanOptions, *, world: int, blocks: int, marked: bool, wh
     if stages > blocks and marked:
         raise PlanError(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={options.replica_num}), but the "
-            f"model may be cut at its CutPoints only, which divide it into {_count(blocks, 'part')}; use at most "
-            f"{_count(blocks, 'stage')}, or add CutPoints"
+            f"model may be cut at its CutPoints only, which divide it into {count_text(blocks, 'part')}; use at most "
+            f"{count_text(blocks, 'stage')}, or add CutPoints"
         )
     if stages > blocks:
         raise PlanError(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "
-            f"into {_count(blocks, 'block')} only; use at most {_count(blocks, 'stage')}{why}"
+            f"into {count_text(blocks, 'block')} only; use at most {count_text(blocks, 'stage')}{why}"
         )
     return stages
 

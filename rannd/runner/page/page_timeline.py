@@ -10,10 +10,11 @@ from rannd.errors import PlanError
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment
 from rannd.plan.measured_step import MeasuredStep, StepEvent
-from rannd.plan.plan_text import count_text, devices_text
+from rannd.plan.plan_text import devices_text
 from rannd.plan.simulate.plan_records import DrawnStep, drawn_step
 from rannd.plan.simulate.timeline import COMPUTE, RECEIVE, REDUCE, SEND, WAIT, Event
 from rannd.runner.page.page_data import KINDS, Events, SlotUse, Timeline, TypicalStep
+from rannd.units import count_text
 
 MOST_COMPUTATIONS = 4000
 """Of a drawn step."""

@@ -16,7 +16,6 @@ from rannd.device.generators import drawing_from, kept_generators, other_states
 from rannd.device.reads import read
 from rannd.errors import AuditError
 from rannd.graph.tracing.leaf_recorder import preserved
-from rannd.plan.plan_text import count_text
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.audit.auditor import Auditor
 from rannd.runtime.audit.differences import Differs
@@ -29,6 +28,7 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.gradients.autograd_inputs import Anchor
 from rannd.runtime.gradients.scaling import Factor
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.units import count_text
 
 
 class StepAudit:
