@@ -537,6 +537,10 @@ BESIDE = {
     ("rannd/daemon/server/boot.py", "sys.path"): "of a process that is the daemon",
     ("rannd/runner/run.py", "sys.stdout"): "opened where the process has none",
     ("rannd/runner/run.py", "sys.stderr"): "opened where the process has none",
+    ("rannd/runtime/notebook_launcher.py", "sys.stdout"): "of a rank's own process, which passes on whole lines",
+    ("rannd/runtime/notebook_launcher.py", "sys.stderr"): "of a rank's own process, which passes on whole lines",
+    ("rannd/runtime/notebook_launcher.py", "sys.last_exc"): "of a rank's own process: an earlier cell's error",
+    ("rannd/runtime/notebook_launcher.py", "sys.last_value"): "of a rank's own process: an earlier cell's error",
     ("rannd/runtime/failure/detector.py", "sys.excepthook"): "calls the one before, as long as the process lives",
     ("rannd/runtime/failure/user_traceback.py", "sys.excepthook"): "calls the one before, as long as the process lives",
 }

@@ -33,11 +33,13 @@ OTHERS = {
     "_init_weights": "of transformers' models",
     "_inner": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
     "_is_hf_initialized": "of tensors in transformers' models",
+    "_load_model_state_pre_hook": "of Accelerate's Accelerator",
     "_native": "a namespace of torch's operators, which trace_grammar.py refuses",
     "_keys_to_ignore_on_load_missing": "of transformers' models",
     "_keys_to_ignore_on_load_unexpected": "of transformers' models",
     "_player": "of rannd's Executor, which bench/_tensor_bytes.py reads",
     "_rannd_told": "of errors that rannd has told other ranks of",
+    "_save_model_state_pre_hook": "of Accelerate's Accelerator",
     "_session": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
     "_tensors": "of rannd's Computing, which bench/runtime.py reads",
 }

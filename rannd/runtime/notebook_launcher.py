@@ -81,8 +81,8 @@ def _run(rank: int, np: int, port: int, function: Callable[..., object], args: t
     """In a rank: what ends this process is what it has registered itself, not what the notebook has."""
     sys.stdout, sys.stderr = _whole_lines(sys.stdout), _whole_lines(sys.stderr)
     atexit._clear()
-    for name in ("last_exc", "last_value"):  # of an earlier cell: at exit they would be taken for this rank's error
-        setattr(sys, name, None)
+    # Of an earlier cell: at exit they would be taken for this rank's error.
+    sys.last_exc = sys.last_value = None  # type: ignore[attr-defined]  # last_exc: since Python 3.12
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(as_torchrun(rank, np, rank, np), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // np, 1))
