@@ -71,10 +71,9 @@ class Mentions:
         for base in kind.__mro__:
             if base not in _BASE and (base.__module__ != "builtins"):
                 for name, value in base.__dict__.items():
-                    found = [] if name in hidden else list(_functions(value))
-                    self._waiting += found
-                    if not any(_calls_super(function) for function in found):
-                        hidden.add(name)
+                    if name not in hidden:
+                        self._waiting += _functions(value)
+                        hidden |= {name} if _replaces(value) else set()
 
     def _function(self, function: types.FunctionType) -> None:
         facts = facts_of(function.__code__)
@@ -116,8 +115,11 @@ def _is_library(function: types.FunctionType) -> bool:
     return function.__code__.co_filename.startswith(_LIBRARIES)
 
 
-def _calls_super(function: types.FunctionType) -> bool:
-    return any(name == "super" for name, *_ in facts_of(function.__code__).chains)
+def _replaces(value: Any) -> bool:
+    """Whether a class member is a plain method that does not call what it replaces: a decorated one may do so."""
+    if type(value) is not types.FunctionType or value.__closure__:  # super() has a closure, too
+        return False
+    return all(name != "super" for name, *_ in facts_of(value.__code__).chains)
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

@@ -336,6 +336,21 @@ class Extending(Reading):
         return super().forward(x)
 
 
+def decorated(function: Any) -> Any:
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+class Decorated(Reading):
+    """The same in a function that a decorator has replaced."""
+
+    @decorated
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 class Naming(Reading):
     """The same by the name of the class."""
 
@@ -347,6 +362,7 @@ def test_what_a_replaced_method_reads_is_not_mentioned() -> None:
     assert "in_a_list" not in Mentions(Replacing(2, 2))
     assert "in_a_list" in Mentions(Extending(2, 2))
     assert "in_a_list" in Mentions(Naming(2, 2))
+    assert "in_a_list" in Mentions(Decorated(2, 2))
 
 
 def test_names_that_objects_in_objects_read_are_mentioned() -> None:
