@@ -125,16 +125,16 @@ class RaNNCStrategy(DDPStrategy):
         if name:
             lightning_module.set_submodule(name, self.wrapper)
         else:
-            lightning_module.__dict__["forward"] = OwnForward(lightning_module, self.wrapper)
+            OwnForward(lightning_module, self.wrapper).enter()
 
     def _unwrap(self, wrapper: pyrannc.RaNNCModule) -> None:
         assert self.lightning_module is not None
         assert self._module_name is not None
         wrapper.undeploy()
-        if self._module_name:
-            self.lightning_module.set_submodule(self._module_name, wrapper.module)
+        if isinstance(self.lightning_module.forward, OwnForward):
+            self.lightning_module.forward.leave()
         else:
-            del self.lightning_module.__dict__["forward"]
+            self.lightning_module.set_submodule(self._module_name, wrapper.module)
         wrapper.drop()
         self.wrapper = None
 
@@ -192,7 +192,7 @@ class RaNNCStrategy(DDPStrategy):
         if self.wrapper is None:
             return dict(self.lightning_module.state_dict())
         with self._without_module():
-            rest = self.lightning_module.state_dict()
+            rest = nn.Module.state_dict(self.lightning_module)
         whole = self.wrapper.state_dict()
         own = {f"{self._prefix}{name}": value for name, value in whole.items()} if self.is_global_zero else {}
         return {**rest, **own}

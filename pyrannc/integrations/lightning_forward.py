@@ -29,13 +29,23 @@ _HOOKS = sorted(  # the order in which the class of a model has them is a part o
 
 
 class OwnForward:
-    """In place of ``forward`` of a LightningModule."""
+    """In place of ``forward`` of a LightningModule, whose state is then the wrapper's."""
 
     def __init__(self, lightning_module: LightningModule, wrapper: pyrannc.RaNNCModule) -> None:
         self.wrapper = wrapper
         """Of the model that `by_itself` has made."""
         self._given, self._own = lightning_module.__dict__, wrapper.module.__dict__
-        self._fixed = {"forward", *vars(LightningModule())} - {*_FOLLOWED}
+        self._replaced = {"forward": self, "state_dict": wrapper.state_dict, "load_state_dict": wrapper.load_state_dict}
+        self._fixed = {*self._replaced, *vars(LightningModule())} - {*_FOLLOWED}
+
+    def enter(self) -> None:
+        """Take the place."""
+        self._given.update(self._replaced)
+
+    def leave(self) -> None:
+        """Give it back."""
+        for name in self._replaced:
+            del self._given[name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on all ranks, with the attributes that the LightningModule has now."""

@@ -239,8 +239,25 @@ def parity() -> None:
     elif WAY == "parity":
         assert isinstance(ours[0], Itself)
         assert ours[0].calls == STEPS * ADDED // 2  # self.forward(..) has no hooks
+        state = dict(ours[0].state_dict())
+        if RANK == 0:
+            torch.testing.assert_close(state, ours[1]["state_dict"], rtol=0, atol=0)
+        twice()
         for kind, told in ((Encoder, "Encoder.training_step does not call self(..)"), (NoForward, "no forward")):
             raises(UsageError, told, lambda kind=kind: trainer("rannc", FOLDER).fit(kind(), loader(10 * GLOBAL, 1)))
+
+
+def twice() -> None:
+    """Validated, then trained by two Trainers."""
+    found = []
+    for strategy in ("rannc", "ddp"):
+        net = Itself()
+        trainer(strategy, FOLDER / "twice").validate(net, loader(24, 3), verbose=False)
+        for seed in (1, 2):
+            trainer(strategy, FOLDER / "twice").fit(net, loader(10 * GLOBAL, seed))
+        found.append(torch.stack([value for what, value in net.found if what == "loss"]))
+    assert len(found[0]) == 20
+    torch.testing.assert_close(*found, rtol=SHOWN, atol=SHOWN)
 
 
 def large_outputs() -> None:
