@@ -94,7 +94,7 @@ def test_too_many_stages_are_refused() -> None:
     options = PlanOptions(partition_num=3)
     blocks = make_blocks(Partitioning.of(graph), options, world=3)
     whole = marked(chain(4), [1] * 4)  # a CutPoint before or behind everything
-    with pytest.raises(PlanError, match="divide it into 1 parts"):
+    with pytest.raises(PlanError, match="divide it into 1 part; use at most 1 stage"):
         planned(whole, make_blocks(Partitioning.of(whole), options, world=3), random_costs(Random(1), 4), 3, options)
     with pytest.raises(PlanError, match=r"partition_num=3.*CutPoints only, which divide it into 2 parts"):
         planned(graph, blocks, random_costs(Random(1), len(blocks)), 3, options)
