@@ -45,7 +45,7 @@ from rannd.runtime.wrapping.other_wrappers import (
     refuse_trainer,
     warn_of_mixed_precision,
 )
-from rannd.runtime.wrapping.rannc_api import check_options, explains_items
+from rannd.runtime.wrapping.rannc_api import check_options
 from rannd.runtime.wrapping.varuna_step import training_step
 from rannd.runtime.wrapping.wrap_checks import check_model, check_optimizer
 
@@ -104,10 +104,9 @@ class RaNNCModule(nn.Module):
 
     Raises:
         ConfigError: The configuration is wrong.
-        UsageError: The model is already wrapped, or an option is not supported, or an item of the configuration.
+        UsageError: The model is already wrapped, or an option is not supported.
     """
 
-    @explains_items
     def __init__(
         self,
         model: nn.Module,

@@ -6,10 +6,8 @@ none is accepted with one line of the log if a script can go on without it, and 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +18,6 @@ from rannd.errors import UsageError
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import current
 from rannd.runtime.deployment.step_measuring import dump_latest
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 _NO_APEX = (
     "Apex is not supported. In place of its O1 run the model under torch.autocast, with a torch.amp.GradScaler for "
@@ -62,22 +57,6 @@ def check_options(options: dict[str, bool]) -> None:
             raise UsageError(f"RaNNCModule(.., {name}=True): {_REFUSED_OPTIONS[name]}")
         if value and name in _IDLE_OPTIONS:
             log.get("RaNNCModule").warning("%s has no effect: %s", name, _IDLE_OPTIONS[name])
-
-
-def explains_items(init: Callable[Concatenate[_T, _P], None]) -> Callable[Concatenate[_T, _P], None]:
-    """Decorator for a constructor: UsageError for an unknown keyword that is an item of the configuration."""
-
-    @functools.wraps(init)  # the signature stays that of the constructor
-    def explained(self: _T, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        for name in kwargs.keys() & configuration.ITEMS.keys() - known:
-            raise UsageError(
-                f"RaNNCModule(.., {name}={kwargs[name]!r}): {name} is an item of the configuration, not an argument; "
-                f"set {configuration.ITEMS[name].variable} in the environment, or {name} in rannc_conf.toml"
-            )
-        init(self, *args, **kwargs)
-
-    known = inspect.signature(init).parameters.keys()
-    return explained  # type: ignore[return-value]  # mypy: functools.wraps names its first argument
 
 
 def refused_function(name: str) -> Callable[..., Any]:

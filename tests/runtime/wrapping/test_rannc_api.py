@@ -103,16 +103,6 @@ def test_options_without_meaning_are_refused_with_what_to_do() -> None:
         pyrannc.RaNNCModule(nn.Linear(2, 2), enable_apex_amp=True)
 
 
-def test_an_item_of_the_configuration_is_no_argument() -> None:
-    wrap: Any = pyrannc.RaNNCModule
-    with pytest.raises(UsageError, match=r"RaNNCModule\(\.\., partition_num=2\): .* RANNC_PARTITION_NUM .*conf\.toml"):
-        wrap(nn.Linear(2, 2), partition_num=2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'partitions'"):
-        wrap(nn.Linear(2, 2), partitions=2)
-    assert "partition_num" not in inspect.signature(wrap).parameters
-    assert {"gather_inputs", "offload_params"} < inspect.signature(wrap).parameters.keys()
-
-
 def test_offload_params_is_the_item_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for value in ("auto", "false"):
