@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -56,6 +57,23 @@ def test_a_phase_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, caplog
         while len(caplog.messages) < 3:
             time.sleep(0.01)
     assert set(caplog.messages) == {"Tracing the model, for 0 s so far"}
+
+
+def test_a_phase_has_no_thread_where_another_one_looks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rannd")
+    monkeypatch.setattr(log.PHASES, "ticked", True)
+    monkeypatch.setattr(phases, "EVERY_S", 0.01)
+    threads = threading.active_count()
+    with log.long_phase("RaNNCModule", "Tracing the model"):
+        assert threading.active_count() == threads
+        log.PHASES.tick()
+        time.sleep(0.02)
+        log.PHASES.tick()
+        log.PHASES.tick()
+    log.PHASES.tick()
+    assert caplog.messages == ["Tracing the model, for 0 s so far"]
 
 
 def test_on_a_terminal_a_bar() -> None:

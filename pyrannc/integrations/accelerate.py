@@ -17,6 +17,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.graph.python_state.guards import HOOKS
 
 STATE = "rannc"
 """Folder in a state of Accelerate's with the model and optimizer of all ranks, see `pyrannc.save_checkpoint`."""
@@ -105,7 +106,7 @@ class RaNNCAccelerator(accelerate.Accelerator):
         before = dict(saving), dict(loading)
 
         def save(hook: Callable[..., None], _: Any, __: Any, folder: str) -> None:
-            hook(models, [self.get_state_dict(each) for each in models], folder)
+            hook(list(models), [self.get_state_dict(each) for each in models], folder)
 
         def load(hook: Callable[..., None], _: Any, folder: str) -> None:
             hook(list(models), folder)
@@ -161,8 +162,15 @@ class _Prepared(pyrannc.RaNNCModule):
                 f"accelerator.prepare: {type(optimizer).__name__} steps parameters of a model that {why}, so that its "
                 "state would not be saved; use one optimizer for a model, and prepare(model, optimizer) in one call"
             )
+        if self._session.followers:
+            raise UsageError(
+                "accelerator.prepare: an optimizer of a model that an AveragedModel averages already; prepare the "
+                "optimizer first, best with the model: prepare(model, optimizer)"
+            )
+        hooks = {name: self.__dict__[name] for name in HOOKS}
         self.drop()
         _Prepared.__init__(self, self._accelerator, self.module, optimizer)
+        self.__dict__.update(hooks)
 
     @property
     def _is_accelerate_prepared(self) -> bool:

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import pyrannc
-from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, has_parameters
+from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, has_parameters, is_outside
 from rannd.errors import UsageError
 from rannd.runtime.step_metrics import StepMetrics
 
@@ -105,7 +105,11 @@ class RaNNCStrategy(DDPStrategy):
         assert name is not None
         module = lightning_module.get_submodule(name) if name else by_itself(lightning_module)
         inside = {id(each) for each in module.parameters()}
-        outside = [each for each, value in lightning_module.named_parameters() if id(value) not in inside]
+        outside = [
+            each
+            for each, value in lightning_module.named_parameters()
+            if id(value) not in inside and (name or value.requires_grad)
+        ]
         if outside:
             raise UsageError(
                 f'strategy="rannc": {outside[0]} (and {len(outside) - 1} more) is not a parameter of '
@@ -158,7 +162,8 @@ class RaNNCStrategy(DDPStrategy):
                 lightning_module.set_submodule(name, module)
             return
         whole = {key: lightning_module.__dict__[key] for key in TENSORS}
-        rest = {key: child for key, child in lightning_module.named_children() if not has_parameters(child)}
+        children = lightning_module.__dict__["_modules"].items()
+        rest = {key: child for key, child in children if child is not None and is_outside(child)}
         lightning_module.__dict__.update({key: {} for key in TENSORS}, _modules=rest)
         try:
             yield
@@ -168,7 +173,7 @@ class RaNNCStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run training_step of the LightningModule."""
         found = super().training_step(*args, **kwargs)
-        if found is not None and self.wrapper is not None and self.wrapper._session.deployment is None:
+        if found is not None and self.wrapper is not None and not self.wrapper._session.audits.steps:
             name = type(self.lightning_module).__name__
             place = f"self.{self._module_name}(..)" if self._module_name else "self(..)"
             raise UsageError(
@@ -192,7 +197,7 @@ class RaNNCStrategy(DDPStrategy):
         if self.wrapper is None:
             return dict(self.lightning_module.state_dict())
         with self._without_module():
-            rest = nn.Module.state_dict(self.lightning_module)
+            rest = type(self.lightning_module).state_dict(self.lightning_module)
         whole = self.wrapper.state_dict()
         own = {f"{self._prefix}{name}": value for name, value in whole.items()} if self.is_global_zero else {}
         return {**rest, **own}
@@ -204,13 +209,14 @@ class RaNNCStrategy(DDPStrategy):
             return
         assert self.lightning_module is not None
         state, prefix = checkpoint["state_dict"], self._prefix
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        self.wrapper.load_state_dict(own, strict=strict)
-        if not prefix:
-            return
         with self._without_module():
-            rest = {key: value for key, value in state.items() if not key.startswith(prefix)}
-            self.lightning_module.load_state_dict(rest, strict=strict)
+            outside = tuple(f"{name}." for name, _ in self.lightning_module.named_children()) if not prefix else ()
+        inside = {key for key in state if key.startswith(prefix) and not key.startswith(outside)}
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key in inside}
+        self.wrapper.load_state_dict(own, strict=strict)
+        with self._without_module():
+            rest = {key: value for key, value in state.items() if key not in inside}
+            type(self.lightning_module).load_state_dict(self.lightning_module, rest, strict=strict)
 
     @property
     def _prefix(self) -> str:

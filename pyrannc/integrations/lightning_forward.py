@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 from torchmetrics import Metric
 
 import pyrannc
+from rannd.errors import UsageError
+from rannd.graph.modules.attribute_reads import UNCALLED, Mentions
 
 TENSORS = ("_modules", "_parameters", "_buffers")
 """Attributes in which torch keeps what a module consists of."""
@@ -18,14 +21,8 @@ _SHARED = (*TENSORS, "_non_persistent_buffers_set")
 _FOLLOWED = ("training", "_device", "_dtype")
 """What the model has, too, of torch's and Lightning's attributes of a LightningModule."""
 
-_HOOKS = sorted(  # the order in which the class of a model has them is a part of its cache key
-    name
-    for kind in LightningModule.__mro__
-    if not issubclass(nn.Module, kind)
-    for name, value in vars(kind).items()
-    if isinstance(value, FunctionType) and not name.startswith("_") and name != "forward"
-)
-"""Methods that ``forward`` does not call: what they read of the LightningModule changes nothing of its graph."""
+_OF_TRAINER = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers")
+"""Properties that read the Trainer."""
 
 
 class OwnForward:
@@ -36,7 +33,9 @@ class OwnForward:
         """Of the model that `by_itself` has made."""
         self._given, self._own = lightning_module.__dict__, wrapper.module.__dict__
         self._replaced = {"forward": self, "state_dict": wrapper.state_dict, "load_state_dict": wrapper.load_state_dict}
-        self._fixed = {*self._replaced, *vars(LightningModule())} - {*_FOLLOWED}
+        self._before = {name: self._given[name] for name in self._replaced if name in self._given}
+        self._fixed = {*self._replaced, *_METHODS, *vars(LightningModule())} - {*_FOLLOWED}
+        self._outside = {name for name, child in lightning_module.named_children() if is_outside(child)}
 
     def enter(self) -> None:
         """Take the place."""
@@ -46,27 +45,57 @@ class OwnForward:
         """Give it back."""
         for name in self._replaced:
             del self._given[name]
+        self._given.update(self._before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on all ranks, with the attributes that the LightningModule has now."""
-        self._own.update({key: value for key, value in self._given.items() if key not in self._fixed})
+        """Run the model on all ranks, with the attributes and layers that the LightningModule has now."""
+        given, own, fixed = self._given, self._own, self._fixed
+        own.update({key: value for key, value in given.items() if key not in fixed})
+        for key in [key for key in own if key not in given and key not in fixed]:
+            del own[key]
+        children = {name: child for name, child in given["_modules"].items() if name not in self._outside}
+        if children != own["_modules"]:
+            own["_modules"] = children
         return self.wrapper(*args, **kwargs)
 
 
 def by_itself(lightning_module: LightningModule) -> LightningModule:
     """Return a LightningModule with the same layers, parameters and ``forward``, as a model.
 
-    It has no Trainer, metrics and hooks, whose state changes with each step.
+    It has no Trainer, metrics and hooks, whose state changes with each step, and none of the methods that ``forward``
+    does not call: what these read of the LightningModule changes nothing of its graph.
+
+    Raises:
+        UsageError: The class of the LightningModule cannot be derived from.
     """
     kind = type(lightning_module)
-    theirs = {name: getattr(LightningModule, name) for name in _HOOKS}
-    replaced = {name: value for name, value in theirs.items() if getattr(kind, name) is not value}
-    found: LightningModule = object.__new__(type(kind.__name__, (kind,), {"__module__": kind.__module__, **replaced}))
+    uncalled = {
+        name
+        for base in kind.__mro__
+        if not issubclass(nn.Module, base)
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and not name.startswith("__") and not hasattr(nn.Module, name)
+    }
+    own = {name: property(partial(_without_trainer, name)) for name in _OF_TRAINER}
+    try:
+        made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, **own})
+    except Exception as exc:  # code of the user's classes may raise anything
+        raise UsageError(
+            f'strategy="rannc": {kind.__name__} itself cannot be partitioned, as a class derived from it raises '
+            f"{type(exc).__name__}: {exc}; put all layers into one module, and call that in training_step"
+        ) from exc
+    found: LightningModule = object.__new__(made)
     state = found.__dict__
-    state.update(lightning_module.__dict__)
+    state.update({key: value for key, value in lightning_module.__dict__.items() if key not in _METHODS})
     state.update({key: value for key, value in vars(LightningModule()).items() if key not in _SHARED})
-    children = lightning_module.named_children()
-    state["_modules"] = {name: child for name, child in children if not _has_metrics(child)}
+    children = lightning_module.__dict__["_modules"].items()
+    state["_modules"] = {name: child for name, child in children if child is None or not is_outside(child)}
+    setattr(made, UNCALLED, sorted(uncalled))
+    while reached := _among(uncalled, Mentions(found)):
+        uncalled -= reached
+        setattr(made, UNCALLED, sorted(uncalled))
+    for name in sorted(uncalled):  # the order is a part of the model's cache key
+        setattr(made, name, _uncalled)
     return found
 
 
@@ -75,5 +104,29 @@ def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
     return next(module.parameters(recurse), None) is not None
 
 
-def _has_metrics(module: nn.Module) -> bool:
-    return not has_parameters(module) and any(isinstance(each, Metric) for each in module.modules())
+def is_outside(module: nn.Module) -> bool:
+    """Return whether a child of a LightningModule is no layer of its model: it has metrics, and nothing is trained."""
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    return not trained and any(isinstance(each, Metric) for each in module.modules())
+
+
+_METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+"""Methods that torch.compile of a LightningModule replaces in the instance."""
+
+
+def _among(names: set[str], mentions: Mentions) -> set[str]:
+    return {name for name in names if name in mentions}
+
+
+def _without_trainer(name: str, _: LightningModule) -> Any:
+    raise UsageError(
+        f"forward of a LightningModule that is partitioned reads self.{name}, which its graph cannot: keep the value "
+        f"in an attribute of its own, such as self.now = self.{name} in on_train_batch_start"
+    )
+
+
+def _uncalled(*_: Any, **__: Any) -> Any:
+    raise UsageError(
+        "forward of a LightningModule that is partitioned calls a method by a name that is not in its code; call it by "
+        "its name"
+    )

@@ -13,9 +13,21 @@ countable steps goes on, ``subject`` names the model that a line is about.
 """
 
 from rannd.log.loggers import LOG_FILE, LOGGERS, get, rank_of, setup
-from rannd.log.phases import long_phase
+from rannd.log.phases import PHASES, long_phase
 from rannd.log.progress import Progress
 from rannd.log.settings import DETAIL, TRACE
 from rannd.log.subject import LogSubject
 
-__all__ = ["DETAIL", "LOGGERS", "LOG_FILE", "TRACE", "Progress", "LogSubject", "get", "long_phase", "rank_of", "setup"]
+__all__ = [
+    "DETAIL",
+    "LOGGERS",
+    "LOG_FILE",
+    "PHASES",
+    "TRACE",
+    "Progress",
+    "LogSubject",
+    "get",
+    "long_phase",
+    "rank_of",
+    "setup",
+]

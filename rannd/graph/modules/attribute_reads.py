@@ -22,6 +22,8 @@ _CALLING = (nn.Module._call_impl, nn.Module._wrapped_call_impl)
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
               site.getusersitepackages())  # fmt: skip
 _BASE = frozenset(nn.Module.__mro__)
+UNCALLED = "_rannd_uncalled"
+"""Attribute of a class: names of its methods that forward does not call, and that would raise."""
 
 
 class Mentions:
@@ -29,10 +31,10 @@ class Mentions:
 
     An attribute that is only assigned, for example in a constructor, is not included.
 
-    Follows all methods of the module classes up to nn.Module, of user and library classes alike, but not those that a
-    subclass has replaced and does not call; and those of objects and functions in attributes of modules. If user code
-    accesses attributes by names that are not constants, every name counts as read. Not found are names that library
-    code composes, and names in library helpers outside of the file of the class that calls them. Runs no user code.
+    Follows all methods of the module classes up to nn.Module, of user and library classes alike, and those of objects
+    and functions in attributes of modules. If user code accesses attributes by names that are not constants, every
+    name counts as read. Not found are names that library code composes, and names in library helpers outside of the
+    file of the class that calls them; nor those of the methods that a class lists in `UNCALLED`. Runs no user code.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +43,12 @@ class Mentions:
         self._seen: set[int] = set()
         self._waiting: list[object] = []
         modules = list(modules_of(model))
-        self._waiting += [type(module) for _, module in modules]
+        kinds = [type(module) for _, module in modules]
+        for kind in kinds:
+            if UNCALLED in kind.__dict__:
+                self._class(kind)
+                self._seen |= {id(each) for each in kind.__mro__}  # which super() in a method leads to, too
+        self._waiting += kinds
         for held in walk(modules):
             self._value(held.value, held.opened)
         while self._waiting:
@@ -67,22 +74,19 @@ class Mentions:
             self._waiting.append(kind)
 
     def _class(self, kind: type) -> None:
-        hidden: set[str] = set()
+        uncalled = kind.__dict__.get(UNCALLED, ())
         for base in kind.__mro__:
             if base not in _BASE and (base.__module__ != "builtins"):
                 for name, value in base.__dict__.items():
-                    if name not in hidden:
+                    if name not in uncalled:
                         self._waiting += _functions(value)
-                        hidden |= {name} if _replaces(value) else set()
 
     def _function(self, function: types.FunctionType) -> None:
         facts = facts_of(function.__code__)
         self._names |= facts.reads
         if facts.dynamic and not _is_library(function):
             self._any = True
-        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if free == "__class__":  # of super(): the classes of `self` are known
-                continue
+        for cell in function.__closure__ or ():
             try:
                 self._follow(cell.cell_contents, function)
             except ValueError:  # the cell is empty
@@ -113,13 +117,6 @@ class Mentions:
 
 def _is_library(function: types.FunctionType) -> bool:
     return function.__code__.co_filename.startswith(_LIBRARIES)
-
-
-def _replaces(value: Any) -> bool:
-    """Whether a class member is a plain method that does not call what it replaces: a decorated one may do so."""
-    if type(value) is not types.FunctionType or value.__closure__:  # super() has a closure, too
-        return False
-    return all(name != "super" for name, *_ in facts_of(value.__code__).chains)
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

@@ -374,15 +374,19 @@ class FailureDetector:
 
     def _run(self) -> None:
         assert self._selector is not None
+        log.PHASES.ticked = bool(self._timeout or self._notice)  # else this thread may sleep for long
         try:
             while not self._ending:
                 for key, _ in self._selector.select(self._pause()):
                     key.data()
+                log.PHASES.tick()
                 if self._hub is not None:
                     self._hub.tick()
                 self._check_progress()
         except Exception as exc:  # a failing watcher must be logged, but must not end the training
             log.get("RaNNCProcess").exception("the failure detector of rank %d has stopped: %s", self._rank, exc)
+        finally:
+            log.PHASES.ticked = False
         for _ in range(2):  # this rank's own Left message may still be on its way to the hub
             for key, _ in self._selector.select(0):
                 key.data()

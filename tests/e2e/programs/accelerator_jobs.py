@@ -142,6 +142,7 @@ def resume() -> None:
 def separate() -> None:
     accelerator, seen = RaNNCAccelerator(cpu=True), list[Any]()
     model = accelerator.prepare(network())
+    model.register_forward_hook(lambda *_: seen.append("called"))
     steps = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
     scale = nn.Parameter(torch.ones((), dtype=DTYPE))
     others = accelerator.prepare(torch.optim.AdamW([scale], lr=1e-2))
@@ -178,9 +179,14 @@ def separate() -> None:
     with torch.no_grad():
         scale.copy_(kept)
     torch.testing.assert_close(train(), first, rtol=0, atol=0)
-    assert seen == [[type(model)], [type(model)]]
+    assert seen.count("called") == 9
+    assert [each for each in seen if each != "called"] == [[type(model)], [type(model)]]
     if RANK == 0:
         torch.testing.assert_close(torch.load(FOLDER / "separate" / "own.pt"), dict(whole), rtol=0, atol=0)
+    averaged = accelerator.prepare(network())
+    _ = pyrannc.AveragedModel(averaged)
+    late = torch.optim.SGD(averaged.parameters(), lr=0.1)
+    raises(UsageError, "that an AveragedModel averages already", lambda: accelerator.prepare(late))
     for each, told in ((model, "has AdamW already"), (accelerator.prepare(network()), "has been called")):
         each(torch.ones(2, WIDTH, dtype=DTYPE))
         raises(UsageError, told, lambda each=each: accelerator.prepare(torch.optim.SGD(each.parameters(), lr=0.1)))

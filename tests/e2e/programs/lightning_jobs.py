@@ -31,7 +31,7 @@ from yardstick import raises
 
 import pyrannc
 from pyrannc.integrations.lightning import RaNNCMetrics, RaNNCStrategy
-from rannd.errors import StepError, UsageError
+from rannd.errors import RanndError, StepError
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -76,6 +76,18 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Place(nn.Module):
+    """Has a buffer and no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("added", torch.arange(WIDTH, dtype=DTYPE) / WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + self.added
+        return outputs
+
+
 class Itself(Net):
     """Has layers, a parameter, a metric, what callbacks append to, and an attribute that its forward reads."""
 
@@ -85,14 +97,21 @@ class Itself(Net):
         self.first, self.last = whole[:2], whole[2:]
         self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=DTYPE))
         self.gain, self.calls = 1.0, 0
+        self.seen: list[int] = []
+        self.same, self.none, self.scaled = self.first, None, True
+        self.place, self.act = Place(), nn.Tanh()
         self.error = MeanSquaredError().set_dtype(torch.float64)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.last(self.first(inputs) * self.gain + self.shift)
-        return outputs
+        outputs: Tensor = self.last(self.act(self.place(self.same(inputs))) * self.gain + self.shift)
+        return outputs if self.none is None and hasattr(self, "scaled") else 2 * outputs
+
+    def _shared_step(self, batch_idx: int) -> None:
+        self.seen.append(batch_idx)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         outputs = self.forward(batch[0]) if batch_idx % 2 else self(batch[0])
+        self._shared_step(batch_idx)
         self.error(outputs, batch[1])
         self.log("error", self.error, on_step=False, on_epoch=True)
         loss = F.mse_loss(outputs, batch[1])
@@ -101,6 +120,10 @@ class Itself(Net):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.gain = 1.0 if batch_idx < 8 else 0.5
+        if batch_idx == 8:
+            self.act = nn.ReLU()
+        if batch_idx == 12:
+            del self.scaled
 
     def on_train_epoch_end(self) -> None:
         self.found.append(("error", self.error.compute()))
@@ -128,6 +151,19 @@ class Encoder(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
+
+
+class Reading(Encoder):
+    """Reads the Trainer in its forward."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.decoder(self.encoder(inputs)) * (1 + self.current_epoch)
+        return outputs
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
 
 
 class NoForward(Encoder):
@@ -243,8 +279,12 @@ def parity() -> None:
         if RANK == 0:
             torch.testing.assert_close(state, ours[1]["state_dict"], rtol=0, atol=0)
         twice()
-        for kind, told in ((Encoder, "Encoder.training_step does not call self(..)"), (NoForward, "no forward")):
-            raises(UsageError, told, lambda kind=kind: trainer("rannc", FOLDER).fit(kind(), loader(10 * GLOBAL, 1)))
+        for kind, told in (
+            (Encoder, "Encoder.training_step does not call self(..)"),
+            (NoForward, "no forward"),
+            (Reading, "reads self.current_epoch"),
+        ):
+            raises(RanndError, told, lambda kind=kind: trainer("rannc", FOLDER).fit(kind(), loader(10 * GLOBAL, 1)))
 
 
 def twice() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from rannd.graph.modules.attribute_reads import Mentions
+from rannd.graph.modules.attribute_reads import UNCALLED, Mentions
 from rannd.graph.python_state.guards import changed, kept, outside, state_of
 
 
@@ -322,47 +322,31 @@ def test_mentioned_names() -> None:
     assert "forward" in found  # torch reads it of every module
 
 
-class Replacing(Reading):
-    """Replaces a method."""
+class Hooked(Reading):
+    """Has a method that nothing calls, and says so."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class Extending(Reading):
-    """Calls the method that it replaces."""
+    _rannd_uncalled = ("hook",)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
 
-
-def decorated(function: Any) -> Any:
-    def wrapper(*args: Any) -> Any:
-        return function(*args)
-
-    return wrapper
+    def hook(self) -> Any:
+        return self.in_a_hook
 
 
-class Decorated(Reading):
-    """The same in a function that a decorator has replaced."""
+class Unlisted(Hooked):
+    """Says nothing of its own methods."""
 
-    @decorated
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
-
-
-class Naming(Reading):
-    """The same by the name of the class."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Reading.forward(self, x)
+    def hook(self) -> Any:
+        return self.in_an_unlisted_hook
 
 
-def test_what_a_replaced_method_reads_is_not_mentioned() -> None:
-    assert "in_a_list" not in Mentions(Replacing(2, 2))
-    assert "in_a_list" in Mentions(Extending(2, 2))
-    assert "in_a_list" in Mentions(Naming(2, 2))
-    assert "in_a_list" in Mentions(Decorated(2, 2))
+def test_what_a_method_reads_that_is_not_called_is_not_mentioned() -> None:
+    assert "in_a_hook" not in Mentions(Hooked(2, 2))
+    assert "in_a_list" in Mentions(Hooked(2, 2))
+    assert UNCALLED in vars(Hooked)
+    for name in ("in_a_hook", "in_an_unlisted_hook"):
+        assert name in Mentions(Unlisted(2, 2))
 
 
 def test_names_that_objects_in_objects_read_are_mentioned() -> None:
