@@ -103,7 +103,9 @@ class RaNNCStrategy(DDPStrategy):
         lightning_module, name = self.lightning_module, self._module_name
         assert lightning_module is not None
         assert name is not None
-        module = lightning_module.get_submodule(name) if name else by_itself(lightning_module)
+        module, read = lightning_module.get_submodule(name), None
+        if not name:
+            module, read = by_itself(lightning_module)
         inside = {id(each) for each in module.parameters()}
         outside = [
             each
@@ -126,10 +128,10 @@ class RaNNCStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None) if optimizer is not None else None
         self.wrapper = pyrannc.RaNNCModule(module, optimizer, outputs=self._outputs, scaler=scaler)
         self._trains = optimizer is not None
-        if name:
+        if read is None:
             lightning_module.set_submodule(name, self.wrapper)
         else:
-            OwnForward(lightning_module, self.wrapper).enter()
+            OwnForward(lightning_module, self.wrapper, read).enter()
 
     def _unwrap(self, wrapper: pyrannc.RaNNCModule) -> None:
         assert self.lightning_module is not None

@@ -28,9 +28,10 @@ _OF_TRAINER = ("trainer", "current_epoch", "global_step", "global_rank", "local_
 class OwnForward:
     """In place of ``forward`` of a LightningModule, whose state is then the wrapper's."""
 
-    def __init__(self, lightning_module: LightningModule, wrapper: pyrannc.RaNNCModule) -> None:
+    def __init__(self, lightning_module: LightningModule, wrapper: pyrannc.RaNNCModule, read: Mentions) -> None:
         self.wrapper = wrapper
         """Of the model that `by_itself` has made."""
+        self._read = read
         self._given, self._own = lightning_module.__dict__, wrapper.module.__dict__
         self._replaced = {"forward": self, "state_dict": wrapper.state_dict, "load_state_dict": wrapper.load_state_dict}
         self._before = {name: self._given[name] for name in self._replaced if name in self._given}
@@ -50,7 +51,7 @@ class OwnForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on all ranks, with the attributes and layers that the LightningModule has now."""
         given, own, fixed = self._given, self._own, self._fixed
-        own.update({key: value for key, value in given.items() if key not in fixed})
+        own.update({key: value for key, value in given.items() if key not in fixed and key in self._read})
         for key in [key for key in own if key not in given and key not in fixed]:
             del own[key]
         children = {name: child for name, child in given["_modules"].items() if name not in self._outside}
@@ -59,11 +60,11 @@ class OwnForward:
         return self.wrapper(*args, **kwargs)
 
 
-def by_itself(lightning_module: LightningModule) -> LightningModule:
-    """Return a LightningModule with the same layers, parameters and ``forward``, as a model.
+def by_itself(lightning_module: LightningModule) -> tuple[LightningModule, Mentions]:
+    """Return a LightningModule with the same layers, parameters and ``forward``, as a model, and what its code reads.
 
     It has no Trainer, metrics and hooks, whose state changes with each step, and none of the methods that ``forward``
-    does not call: what these read of the LightningModule changes nothing of its graph.
+    does not call, nor the attributes that these alone read: they change nothing of its graph.
 
     Raises:
         UsageError: The class of the LightningModule cannot be derived from.
@@ -85,18 +86,20 @@ def by_itself(lightning_module: LightningModule) -> LightningModule:
             f"{type(exc).__name__}: {exc}; put all layers into one module, and call that in training_step"
         ) from exc
     found: LightningModule = object.__new__(made)
-    state = found.__dict__
+    state, of_lightning = found.__dict__, vars(LightningModule())
     state.update({key: value for key, value in lightning_module.__dict__.items() if key not in _METHODS})
-    state.update({key: value for key, value in vars(LightningModule()).items() if key not in _SHARED})
+    state.update({key: value for key, value in of_lightning.items() if key not in _SHARED})
     children = lightning_module.__dict__["_modules"].items()
     state["_modules"] = {name: child for name, child in children if child is None or not is_outside(child)}
     setattr(made, UNCALLED, sorted(uncalled))
-    while reached := _among(uncalled, Mentions(found)):
+    while reached := _among(uncalled, read := Mentions(found)):
         uncalled -= reached
         setattr(made, UNCALLED, sorted(uncalled))
+    for name in [name for name in state if name not in of_lightning and name not in read]:
+        del state[name]
     for name in sorted(uncalled):  # the order is a part of the model's cache key
         setattr(made, name, _uncalled)
-    return found
+    return found, read
 
 
 def has_parameters(module: nn.Module, recurse: bool = True) -> bool:

@@ -19,6 +19,7 @@ def test_it_trains_as_ddp_does_and_goes_on_with_other_ranks(job: Job, tmp_path: 
     output = job.train(2, PROGRAM, "parity", *given, **{**TWO, "RANNC_LOG_LEVEL": "info"})
     assert output.count("parity is right") == 2
     assert "cannot be cached" not in output
+    assert "no code of the model reads" not in output
     assert job.alone(PROGRAM, "resume", *given).count("resume is right") == 1
     assert job.train(2, PROGRAM, "resume", *given, **TWO).count("resume is right") == 2
 

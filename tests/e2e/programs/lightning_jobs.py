@@ -97,7 +97,7 @@ class Itself(Net):
         self.first, self.last = whole[:2], whole[2:]
         self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=DTYPE))
         self.gain, self.calls = 1.0, 0
-        self.seen: list[int] = []
+        self.seen: list[tuple[int, int]] = []
         self.same, self.none, self.scaled = self.first, None, True
         self.place, self.act = Place(), nn.Tanh()
         self.error = MeanSquaredError().set_dtype(torch.float64)
@@ -107,7 +107,7 @@ class Itself(Net):
         return outputs if self.none is None and hasattr(self, "scaled") else 2 * outputs
 
     def _shared_step(self, batch_idx: int) -> None:
-        self.seen.append(batch_idx)
+        self.seen.append((self.global_rank, batch_idx))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         outputs = self.forward(batch[0]) if batch_idx % 2 else self(batch[0])
