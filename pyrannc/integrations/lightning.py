@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import pyrannc
-from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, has_parameters, is_outside
+from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, has_parameters, no_layers
 from rannd.errors import UsageError
 from rannd.runtime.step_metrics import StepMetrics
 
@@ -164,9 +164,7 @@ class RaNNCStrategy(DDPStrategy):
                 lightning_module.set_submodule(name, module)
             return
         whole = {key: lightning_module.__dict__[key] for key in TENSORS}
-        children = lightning_module.__dict__["_modules"].items()
-        rest = {key: child for key, child in children if child is not None and is_outside(child)}
-        lightning_module.__dict__.update({key: {} for key in TENSORS}, _modules=rest)
+        lightning_module.__dict__.update({key: {} for key in TENSORS}, _modules=no_layers(lightning_module))
         try:
             yield
         finally:
@@ -211,8 +209,7 @@ class RaNNCStrategy(DDPStrategy):
             return
         assert self.lightning_module is not None
         state, prefix = checkpoint["state_dict"], self._prefix
-        with self._without_module():
-            outside = tuple(f"{name}." for name, _ in self.lightning_module.named_children()) if not prefix else ()
+        outside = () if prefix else tuple(f"{name}." for name in no_layers(self.lightning_module))
         inside = {key for key in state if key.startswith(prefix) and not key.startswith(outside)}
         own = {key.removeprefix(prefix): value for key, value in state.items() if key in inside}
         self.wrapper.load_state_dict(own, strict=strict)

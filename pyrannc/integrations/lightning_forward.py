@@ -35,8 +35,9 @@ class OwnForward:
         self._given, self._own = lightning_module.__dict__, wrapper.module.__dict__
         self._replaced = {"forward": self, "state_dict": wrapper.state_dict, "load_state_dict": wrapper.load_state_dict}
         self._before = {name: self._given[name] for name in self._replaced if name in self._given}
-        self._fixed = {*self._replaced, *_METHODS, *vars(LightningModule())} - {*_FOLLOWED}
-        self._outside = {name for name, child in lightning_module.named_children() if is_outside(child)}
+        self._fixed = {*self._replaced, *_METHODS, *vars(LightningModule())}
+        self._outside = no_layers(lightning_module).keys()
+        self._followed = self._attributes()
 
     def enter(self) -> None:
         """Take the place."""
@@ -50,14 +51,19 @@ class OwnForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on all ranks, with the attributes and layers that the LightningModule has now."""
-        given, own, fixed = self._given, self._own, self._fixed
-        own.update({key: value for key, value in given.items() if key not in fixed and key in self._read})
-        for key in [key for key in own if key not in given and key not in fixed]:
-            del own[key]
-        children = {name: child for name, child in given["_modules"].items() if name not in self._outside}
-        if children != own["_modules"]:
-            own["_modules"] = children
+        before, self._followed = self._followed, self._attributes()
+        for name in before.keys() - self._followed.keys():
+            del self._own[name]
+        self._own.update(self._followed)
+        children = {name: child for name, child in self._given["_modules"].items() if name not in self._outside}
+        if children != self._own["_modules"]:
+            self._own["_modules"] = children
         return self.wrapper(*args, **kwargs)
+
+    def _attributes(self) -> dict[str, Any]:
+        """Return the attributes of the LightningModule that ``forward`` reads, as they are now."""
+        own = {name: value for name, value in self._given.items() if name not in self._fixed and name in self._read}
+        return own | {name: self._given[name] for name in _FOLLOWED}
 
 
 def by_itself(lightning_module: LightningModule) -> tuple[LightningModule, Mentions]:
@@ -89,8 +95,8 @@ def by_itself(lightning_module: LightningModule) -> tuple[LightningModule, Menti
     state, of_lightning = found.__dict__, vars(LightningModule())
     state.update({key: value for key, value in lightning_module.__dict__.items() if key not in _METHODS})
     state.update({key: value for key, value in of_lightning.items() if key not in _SHARED})
-    children = lightning_module.__dict__["_modules"].items()
-    state["_modules"] = {name: child for name, child in children if child is None or not is_outside(child)}
+    children, outside = lightning_module.__dict__["_modules"].items(), no_layers(lightning_module)
+    state["_modules"] = {name: child for name, child in children if name not in outside}
     setattr(made, UNCALLED, sorted(uncalled))
     while reached := _among(uncalled, read := Mentions(found)):
         uncalled -= reached
@@ -107,10 +113,16 @@ def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
     return next(module.parameters(recurse), None) is not None
 
 
-def is_outside(module: nn.Module) -> bool:
-    """Return whether a child of a LightningModule is no layer of its model: it has metrics, and nothing is trained."""
-    trained = any(parameter.requires_grad for parameter in module.parameters())
-    return not trained and any(isinstance(each, Metric) for each in module.modules())
+def no_layers(lightning_module: LightningModule) -> dict[str, nn.Module | None]:
+    """Return the children of a LightningModule that its model does not have: metrics, of which nothing is trained."""
+    children = lightning_module.__dict__["_modules"].items()
+    return {name: child for name, child in children if not _is_layer(child)}
+
+
+def _is_layer(child: nn.Module | None) -> bool:
+    if child is None or any(parameter.requires_grad for parameter in child.parameters()):
+        return True
+    return not any(isinstance(each, Metric) for each in child.modules())
 
 
 _METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")

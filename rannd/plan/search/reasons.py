@@ -15,7 +15,7 @@ from rannd.plan.search.candidates import Candidate
 from rannd.plan.search.ranking import Ranking
 from rannd.plan.search.stages import Need, e_of, smallest_memory
 from rannd.plan.stage_costs.estimate import StageTables
-from rannd.units import amount, amounts_apart
+from rannd.units import amount, amounts_apart, count_text
 
 _Value = TypeVar("_Value", int, str)
 
@@ -107,7 +107,7 @@ def _microbatches(chosen: Candidate, searched: Searched, options: PlanOptions) -
         tried = [e_of(table, choice.starts, choice.replicas) for table in tables]
         best = min((each.step_us for each in tried if each is not None), default=None)
         told = "would not fit" if best is None else _relative(best, choice.step_us)
-        found.append(f"{count} microbatch{'es' * (count > 1)} {told}")
+        found.append(f"{count_text(count, 'microbatch')} {told}")
     return f"of the same stages, by estimate: {', '.join(found)}" if found else "no other number leaves whole rows"
 
 

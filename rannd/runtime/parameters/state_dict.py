@@ -154,7 +154,8 @@ def same_configurations(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for each, kept in zip(found, before, strict=True):
-            each.clear()
+            for name in each.keys() - kept.keys():
+                del each[name]
             each.update(kept)
 
 

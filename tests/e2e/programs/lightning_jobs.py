@@ -106,6 +106,11 @@ class Itself(Net):
         outputs: Tensor = self.last(self.act(self.place(self.same(inputs))) * self.gain + self.shift)
         return outputs if self.none is None and hasattr(self, "scaled") else 2 * outputs
 
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        wrapper = getattr(self.forward, "wrapper", None)
+        assert wrapper is None or not wrapper.module.training, "the model has the mode of the LightningModule"
+
     def _shared_step(self, batch_idx: int) -> None:
         self.seen.append((self.global_rank, batch_idx))
 
