@@ -257,6 +257,7 @@ def test_a_diagram_of_four_stages_fits_in_the_window_and_has_no_box_without_an_e
     boxes = "return [...document.querySelectorAll('#graph svg rect')].length"
     room = "const s = document.querySelector('#graph .scroll'); return [s.scrollWidth, s.clientWidth]"
     shown.open(plan)
+    assert re.match(r"Device 0:\d, stage \d, computes longest", shown.text("#costs p")), shown.text("#costs p")
     assert shown.run(boxes) == 6
     for _ in range(50):  # sizes are observed in the next frame
         if len(set(shown.run(room))) == 1:
