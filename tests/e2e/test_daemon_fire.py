@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from job import DEBUG, FORK, FROM_CACHE, ROOT, Job
+from job import DEBUG, FORK, ROOT, Job
 
 from rannd.daemon.client import request_channel
 from rannd.daemon.common import protocol
@@ -140,7 +140,7 @@ def test_a_killed_daemon_is_replaced_without_a_word(
     assert warnings(output) == []
     assert daemon(job) != pid
     again = fire(job, "nowhere", lambda: None)
-    assert again.count(FROM_CACHE) == 2, "what was made is kept by the next one"
+    assert again.count("Plan from the cache (") == 2, "what was made is kept by the next one"
 
 
 def garbage(here: DaemonPaths) -> None:
