@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,38 +17,41 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import pyrannc
-from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, has_parameters, no_layers
+from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, no_layers
+from pyrannc.integrations.lightning_modules import check_parts, exchange, modules_to_partition, names_of
 from rannd.errors import UsageError
 from rannd.runtime.step_metrics import StepMetrics
 
 
 class RaNNCStrategy(DDPStrategy):
-    """Partitions the module of a LightningModule that has its parameters, over the ranks of `rannc-run`.
+    """Partitions the modules of a LightningModule that have its parameters, over the ranks of `rannc-run`.
 
     ``training_step`` and the other hooks run on each rank with its own mini-batch, as under DDPStrategy; calls of the
-    module run on all ranks. After the first stage of a Trainer the LightningModule has a RaNNCModule in its place.
+    modules run on all ranks. After the first stage of a Trainer the LightningModule has RaNNCModules in their places.
 
     Args:
-        module: Name of the module in the LightningModule, as ``named_modules()`` has it; by default its only child
-            with parameters, else the LightningModule itself ("") with its ``forward``.
+        module: Name of the module in the LightningModule, as ``named_modules()`` has it, or several. By default its
+            only child with parameters, else the LightningModule itself ("") with its ``forward``, or, if its steps
+            compute with its children (``self.decoder(self.encoder(x))``), each child.
         outputs: As of `RaNNCModule`. "all" is for a training_step that reads large outputs of a module that returns a
             loss, too.
 
     Raises:
-        UsageError: Some parameters are outside of the module, there are several optimizers, or training_step does not
-            call the module.
+        UsageError: Some parameters are outside of the modules or in several, a module has several optimizers or none,
+            or training_step calls no module.
     """
 
     strategy_name = "rannc"
 
-    def __init__(self, module: str | None = None, outputs: str = "auto", **kwargs: Any) -> None:
+    def __init__(self, module: str | Sequence[str] | None = None, outputs: str = "auto", **kwargs: Any) -> None:
         super().__init__(cluster_environment=_Ranks(), **kwargs)
         self._outputs = outputs
-        self._given_name = self._module_name = module
-        self.wrapper: pyrannc.RaNNCModule | None = None
-        """The partitioned module, once a stage of the Trainer was set up."""
-        self._trains = False
-        """Whether the wrapper has the optimizer."""
+        self._given = [module] if isinstance(module, str) else None if module is None else [*module]
+        self._names = self._given
+        self.wrappers: dict[str, pyrannc.RaNNCModule] = {}
+        """The partitioned modules, by name, once a stage of the Trainer was set up."""
+        self._stepping: list[Any] = []
+        """The optimizers of the wrappers."""
 
     def _configure_launcher(self) -> None:
         pass  # rannc-run has started the ranks
@@ -71,97 +74,111 @@ class RaNNCStrategy(DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Take a LightningModule, of which another Trainer may have wrapped the module."""
         super().connect(model)
-        wrapped = [(name, each) for name, each in model.named_modules() if isinstance(each, pyrannc.RaNNCModule)]
+        wrapped = {name: each for name, each in model.named_modules() if isinstance(each, pyrannc.RaNNCModule)}
         if isinstance(model.forward, OwnForward):
-            wrapped = [("", model.forward.wrapper)]
-        self._module_name, self.wrapper = wrapped[0] if wrapped else (self._given_name, None)
+            wrapped = {"": model.forward.wrapper}
+        self.wrappers, self._names = wrapped, [*wrapped] or self._given
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the module, with the optimizer if there is training."""
+        """Wrap the modules, with the optimizers if there is training."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        assert isinstance(self.lightning_module, LightningModule)
-        if self._module_name is None:
-            self._module_name = _module_with_parameters(self.lightning_module)
-        if self.wrapper is None:
-            module = self.precision_plugin.convert_module(self.lightning_module.get_submodule(self._module_name))
-            if self._module_name:
-                self.lightning_module.set_submodule(self._module_name, module)
-        with self._without_module():
+        lightning_module = self.lightning_module
+        assert isinstance(lightning_module, LightningModule)
+        if self._names is None:
+            self._names = modules_to_partition(lightning_module)
+        if not self.wrappers:
+            for name in self._names:
+                module = lightning_module.get_submodule(name)
+                converted = self.precision_plugin.convert_module(module)
+                if converted is not module:
+                    exchange(lightning_module, module, converted)
+        with self._without_modules():
             self.model_to_device()
         fits = trainer.state.fn == TrainerFn.FITTING
-        if fits and self.wrapper is not None:  # the optimizer is a new one
-            self._unwrap(self.wrapper)
+        if fits and self.wrappers:  # the optimizers are new ones
+            self._unwrap()
         if fits:
             self.setup_optimizers(trainer)
-        if self.wrapper is None:
-            self._wrap(trainer if fits else None)
+        if not self.wrappers:
+            self._wrap(trains=fits)
         self.setup_precision_plugin()
 
-    def _wrap(self, trainer: Trainer | None) -> None:
-        """`trainer`: which has an optimizer for the module."""
-        lightning_module, name = self.lightning_module, self._module_name
+    def _wrap(self, trains: bool) -> None:
+        """`trains`: with the optimizers."""
+        lightning_module, names = self.lightning_module, self._names
         assert lightning_module is not None
-        assert name is not None
-        module, read = lightning_module.get_submodule(name), None
-        if not name:
-            module, read = by_itself(lightning_module)
-        inside = {id(each) for each in module.parameters()}
-        outside = [
-            each
-            for each, value in lightning_module.named_parameters()
-            if id(value) not in inside and (name or value.requires_grad)
-        ]
-        if outside:
+        assert names is not None
+        if names != [""]:
+            check_parts(lightning_module, names)
+        optimizers = {name: self._optimizer_of(name) if trains else None for name in names}
+        self._stepping = [each for each in optimizers.values() if each is not None]
+        if trains and not self._stepping:
             raise UsageError(
-                f'strategy="rannc": {outside[0]} (and {len(outside) - 1} more) is not a parameter of '
-                f"{type(lightning_module).__name__}.{name}, which is partitioned; put all layers into one module"
+                f'strategy="rannc": {type(lightning_module).__name__}.configure_optimizers returns no optimizer of the '
+                "modules that are partitioned"
             )
-        optimizer = None
-        if trainer is not None:
-            if len(self.optimizers) != 1:
-                raise UsageError(
-                    f'strategy="rannc": {type(lightning_module).__name__}.configure_optimizers returns '
-                    f"{len(self.optimizers)} optimizers; a partitioned module has one"
-                )
-            optimizer = self.optimizers[0]
-        scaler = getattr(self.precision_plugin, "scaler", None) if optimizer is not None else None
-        self.wrapper = pyrannc.RaNNCModule(module, optimizer, outputs=self._outputs, scaler=scaler)
-        self._trains = optimizer is not None
-        if read is None:
-            lightning_module.set_submodule(name, self.wrapper)
-        else:
-            OwnForward(lightning_module, self.wrapper, read).enter()
+        for name, optimizer in optimizers.items():
+            module, read = lightning_module.get_submodule(name), None
+            if not name:
+                module, read = by_itself(lightning_module)
+            scaler = getattr(self.precision_plugin, "scaler", None) if optimizer is not None else None
+            wrapper = pyrannc.RaNNCModule(module, optimizer, outputs=self._outputs, scaler=scaler)
+            self.wrappers[name] = wrapper
+            if read is None:
+                exchange(lightning_module, module, wrapper)
+            else:
+                OwnForward(lightning_module, wrapper, read).enter()
 
-    def _unwrap(self, wrapper: pyrannc.RaNNCModule) -> None:
+    def _optimizer_of(self, name: str) -> torch.optim.Optimizer | None:
+        """Return the optimizer that steps a module's parameters."""
         assert self.lightning_module is not None
-        assert self._module_name is not None
-        wrapper.undeploy()
-        if isinstance(self.lightning_module.forward, OwnForward):
-            self.lightning_module.forward.leave()
-        else:
-            self.lightning_module.set_submodule(self._module_name, wrapper.module)
-        wrapper.drop()
-        self.wrapper = None
+        own = {id(each) for each in self.lightning_module.get_submodule(name).parameters()}
+        found = [
+            optimizer
+            for optimizer in self.optimizers
+            if any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+        ]
+        if len(found) > 1:
+            kind = type(self.lightning_module).__name__
+            raise UsageError(
+                f'strategy="rannc": {kind}.configure_optimizers returns {len(found)} optimizers of '
+                f"{kind + '.' + name if name else 'the layers of ' + kind}; a partitioned module has one"
+            )
+        return found[0] if found else None
+
+    def _unwrap(self) -> None:
+        lightning_module = self.lightning_module
+        assert lightning_module is not None
+        for wrapper in self.wrappers.values():
+            wrapper.undeploy()
+            if isinstance(lightning_module.forward, OwnForward):
+                lightning_module.forward.leave()
+            else:
+                exchange(lightning_module, wrapper, wrapper.module)
+            wrapper.drop()
+        self.wrappers = {}
 
     def teardown(self) -> None:
-        """Leave the module where it is: a rank does not have all of it to move to the CPU."""
-        with self._without_module() if self.wrapper is not None else contextlib.nullcontext():
+        """Leave the modules where they are: a rank does not have all of them to move to the CPU."""
+        with self._without_modules() if self.wrappers else contextlib.nullcontext():
             super().teardown()
 
     @contextlib.contextmanager
-    def _without_module(self) -> Iterator[None]:
-        """Take the module out of the LightningModule meanwhile; all that has parameters, if it is the module itself."""
-        lightning_module, name = self.lightning_module, self._module_name
+    def _without_modules(self) -> Iterator[None]:
+        """Take the modules out of the LightningModule meanwhile; all that has parameters, if it is one of them."""
+        lightning_module, names = self.lightning_module, self._names
         assert lightning_module is not None
-        assert name is not None
-        if name:
-            module = lightning_module.get_submodule(name)
-            lightning_module.set_submodule(name, nn.Identity())
+        assert names is not None
+        if names != [""]:
+            taken = [(lightning_module.get_submodule(name), nn.Identity()) for name in names]
+            for module, other in taken:
+                exchange(lightning_module, module, other)
             try:
                 yield
             finally:
-                lightning_module.set_submodule(name, module)
+                for module, other in taken:
+                    exchange(lightning_module, other, module)
             return
         whole = {key: lightning_module.__dict__[key] for key in TENSORS}
         lightning_module.__dict__.update({key: {} for key in TENSORS}, _modules=no_layers(lightning_module))
@@ -173,59 +190,70 @@ class RaNNCStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run training_step of the LightningModule."""
         found = super().training_step(*args, **kwargs)
-        if found is not None and self.wrapper is not None and not self.wrapper._session.audits.steps:
-            name = type(self.lightning_module).__name__
-            place = f"self.{self._module_name}(..)" if self._module_name else "self(..)"
+        if found is not None and not any(each._session.audits.steps for each in self.wrappers.values()):
+            kind = type(self.lightning_module).__name__
+            places = [f"self.{name}(..)" if name else "self(..)" for name in self.wrappers]
             raise UsageError(
-                f'strategy="rannc": {name}.training_step does not call {place}, so that nothing of it ran on several '
-                f"ranks; compute with {place}"
-                + ("" if self._module_name else ", or put all layers into one module and call that")
+                f'strategy="rannc": {kind}.training_step does not call {" or ".join(places)}, so that nothing of it '
+                f"ran on several ranks; compute with {places[0]}"
+                + (", or name the modules that it calls: RaNNCStrategy(module=[..])" if places == ["self(..)"] else "")
             )
         return found
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Add gradients without reducing them."""
-        with self.wrapper.no_sync() if self.wrapper is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for wrapper in self.wrappers.values():
+                stack.enter_context(wrapper.no_sync())
             yield
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole LightningModule on rank 0. Collective."""
-        assert self.lightning_module is not None
-        if self.wrapper is None:
-            return dict(self.lightning_module.state_dict())
-        with self._without_module():
-            rest = type(self.lightning_module).state_dict(self.lightning_module)
-        whole = self.wrapper.state_dict()
-        own = {f"{self._prefix}{name}": value for name, value in whole.items()} if self.is_global_zero else {}
-        return {**rest, **own}
+        lightning_module = self.lightning_module
+        assert lightning_module is not None
+        if not self.wrappers:
+            return dict(lightning_module.state_dict())
+        with self._without_modules():
+            state = dict(type(lightning_module).state_dict(lightning_module))
+        for wrapper, prefixes in self._wrappers_and_prefixes():
+            whole = wrapper.state_dict()
+            if self.is_global_zero:
+                state |= {f"{prefix}{name}": value for prefix in prefixes for name, value in whole.items()}
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the state of a whole LightningModule, which all ranks have read. Collective."""
-        if self.wrapper is None:
+        if not self.wrappers:
             super().load_model_state_dict(checkpoint, strict)
             return
-        assert self.lightning_module is not None
-        state, prefix = checkpoint["state_dict"], self._prefix
-        outside = () if prefix else tuple(f"{name}." for name in no_layers(self.lightning_module))
-        inside = {key for key in state if key.startswith(prefix) and not key.startswith(outside)}
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key in inside}
-        self.wrapper.load_state_dict(own, strict=strict)
-        with self._without_module():
-            rest = {key: value for key, value in state.items() if key not in inside}
-            type(self.lightning_module).load_state_dict(self.lightning_module, rest, strict=strict)
+        lightning_module = self.lightning_module
+        assert lightning_module is not None
+        rest = dict(checkpoint["state_dict"])
+        outside = tuple(f"{name}." for name in no_layers(lightning_module))
+        for wrapper, prefixes in self._wrappers_and_prefixes():
+            own = {}
+            for prefix in prefixes:
+                inside = {key for key in rest if key.startswith(prefix) and (prefix or not key.startswith(outside))}
+                own |= {key.removeprefix(prefix): rest.pop(key) for key in inside}
+            wrapper.load_state_dict(own, strict=strict)
+        with self._without_modules():
+            type(lightning_module).load_state_dict(lightning_module, rest, strict=strict)
 
-    @property
-    def _prefix(self) -> str:
-        """What keys of the module's tensors begin with in a checkpoint."""
-        return f"{self._module_name}." if self._module_name else ""
+    def _wrappers_and_prefixes(self) -> list[tuple[pyrannc.RaNNCModule, list[str]]]:
+        """Each wrapper, and what keys of its tensors begin with in a checkpoint."""
+        assert self.lightning_module is not None
+        return [
+            (wrapper, [f"{each}." for each in names_of(self.lightning_module, wrapper)] if name else [""])
+            for name, wrapper in self.wrappers.items()
+        ]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state for the whole model. Collective."""
         plain: Any = getattr(optimizer, "optimizer", optimizer)
-        if self.wrapper is None or not self._trains:
+        if not any(each is plain for each in self._stepping):
             return dict(plain.state_dict())
         return dict(plain.state_dict(from_global=True))
 
@@ -236,26 +264,32 @@ class RaNNCStrategy(DDPStrategy):
 
 
 class RaNNCMetrics(Callback):
-    """Tells the Trainer's loggers, each time that it logs a step, what `PlanMetrics` tells."""
+    """Tells the Trainer's loggers, each time that it logs a step, what `PlanMetrics` tells.
+
+    Of several partitioned modules each has its name before those of its numbers.
+    """
 
     def __init__(self) -> None:
-        self._metrics: StepMetrics | None = None
+        self._metrics: dict[str, StepMetrics] = {}
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """On all ranks."""
         strategy = trainer.strategy
-        if not isinstance(strategy, RaNNCStrategy) or strategy.wrapper is None:
+        if not isinstance(strategy, RaNNCStrategy) or not strategy.wrappers:
             raise UsageError('RaNNCMetrics is for Trainer(strategy="rannc")')
-        if self._metrics is None:
-            self._metrics = StepMetrics(strategy.wrapper._session)
+        if not self._metrics:
+            self._metrics = {name: StepMetrics(each._session) for name, each in strategy.wrappers.items()}
         if (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            found = self._metrics.collect()
+            found: dict[str, float] = {}
+            for name, each in self._metrics.items():
+                prefix = f"{name}/" if len(self._metrics) > 1 else ""
+                found |= {f"{prefix}{key}": value for key, value in each.collect().items()}
             for logger in trainer.loggers:
                 logger.log_metrics(found, step=trainer.global_step)
 
     def on_fit_end(self, *_: Any) -> None:
         """Forget the model of this training."""
-        self._metrics = None
+        self._metrics = {}
 
 
 class _Ranks(ClusterEnvironment):
@@ -294,20 +328,6 @@ class _Ranks(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return int(os.environ.get("GROUP_RANK", "0"))
-
-
-def _module_with_parameters(lightning_module: LightningModule) -> str:
-    """Return the name of the only child with parameters, else "" for a LightningModule with a forward of its own."""
-    names = [name for name, child in lightning_module.named_children() if has_parameters(child)]
-    if len(names) == 1 and not has_parameters(lightning_module, recurse=False):
-        return names[0]
-    if type(lightning_module).forward is not LightningModule.forward:
-        return ""
-    raise UsageError(
-        f'strategy="rannc" partitions one module, but {type(lightning_module).__name__} has parameters in '
-        f"{len(names)} of its modules ({', '.join(names)}) and no forward; write one, and call self(..) in "
-        "training_step, or put all layers into one module, and call that"
-    )
 
 
 StrategyRegistry.register(
