@@ -13,6 +13,7 @@ pytestmark = pytest.mark.ranks
 TWO = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
 
 
+@pytest.mark.long
 def test_clipping_is_over_the_whole_model(job: Job) -> None:
     output = job.train(2, "tests/e2e/programs/clipping.py", **TWO)
     assert output.count("clipping is right on rank") == 2

@@ -9,7 +9,6 @@ import pytest
 from job import FROM_CACHE, PLANNED, Job
 from job_cache import LEARNING as PLAN
 from job_cache import in_cache, keys_of
-from thinned import first
 
 from rannd.daemon.client.cache import Client
 from rannd.plan.deployment import decode
@@ -167,7 +166,8 @@ def test_costs_that_the_cache_has_lost_are_measured_again_or_missed(job: Job, mo
     assert not keys_of(job, "learned")
 
 
-@pytest.mark.parametrize("setting", first(1, ["RANNC_CHECK_NAN", "RANNC_VERIFY_RECOMP"]))
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ["RANNC_CHECK_NAN", "RANNC_VERIFY_RECOMP"])
 def test_nothing_is_learned_while_rannd_looks_at_all_values(job: Job, setting: str) -> None:
     job.run("rannc-cache", "clear")
     value = "all" if setting == "RANNC_CHECK_NAN" else "true"

@@ -26,6 +26,7 @@ def test_functions_in_two_stages_and_from_the_cache(job: Job) -> None:
     assert CHECKED not in second
 
 
+@pytest.mark.long
 def test_a_trace_that_was_kept_unseen_is_compared_by_the_next_run(job: Job) -> None:
     unseen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", RANNC_VERIFY_TRACE="false", RANNC_CACHE="refresh", **DEBUG)
     assert CHECKED not in unseen

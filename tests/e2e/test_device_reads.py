@@ -16,11 +16,11 @@ LATE = {"RANNC_TRANSPORT": "strict", "RANNC_PIPELINE_NUM": "2"}
 @pytest.mark.parametrize(
     ("ranks", "kind", "variables"),
     [
-        (2, "clipped", {"RANNC_PARTITION_NUM": "2"}),
         (2, "scaled", {"RANNC_PARTITION_NUM": "2"}),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in [
+                (2, "clipped", {"RANNC_PARTITION_NUM": "2"}),
                 (1, "plain", {"RANNC_PARTITION_NUM": "1"}),
                 (2, "plain", {"RANNC_PARTITION_NUM": "1"}),
                 (2, "delayed", {"RANNC_PARTITION_NUM": "2"}),

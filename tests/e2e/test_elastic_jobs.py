@@ -86,6 +86,7 @@ def test_ranks_come_and_go_with_the_lines_of_the_host_file(training: Training, k
     assert all(len(made) == 1 for made in training.losses().values()), "no step was lost"
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_costs_the_steps_since_the_last_checkpoint(training: Training) -> None:
     training.at(13, "if rank == 1: os.kill(os.getpid(), 9)")
     output = training.run("-np", "2", RANNC_SNAPSHOTS="off")

@@ -257,6 +257,7 @@ print("trained", flush=True)
 """
 
 
+@pytest.mark.long
 def test_a_loss_that_is_nan(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "nan.py"
     script.write_text(NAN)

@@ -44,7 +44,7 @@ def timeline(file: Path) -> Events:
     ("plan", "words"),
     [
         ({"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4", "RANNC_SCHEDULE": "zb_h1"}, []),
-        ({"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "2"}, ["nodes"]),
+        pytest.param({"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "2"}, ["nodes"], marks=pytest.mark.long),
     ],
     ids=["two stages", "two replicas on two nodes"],
 )

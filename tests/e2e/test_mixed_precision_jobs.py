@@ -32,14 +32,14 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "zero"),
-    first(2, [(2, 1, 0), (3, 2, 1), (1, 1, 0), (2, 1, 2), (2, 1, 3), (4, 2, 3)]),
+    first(1, [(3, 2, 1), (2, 1, 0), (1, 1, 0), (2, 1, 2), (2, 1, 3), (4, 2, 3)]),
 )
 def test_training_equals_masters_kept_by_hand(job: Job, tmp_path: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, MASTERS, "train", str(tmp_path / "checkpoint"), **_plan(stages, zero))
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
 
 
-@pytest.mark.parametrize(("ranks", "stages", "zero"), [(2, 2, 0), (3, 2, 1)])
+@pytest.mark.parametrize(("ranks", "stages", "zero"), first(1, [(3, 2, 1), (2, 2, 0)]))
 def test_so_it_does_where_weight_gradients_are_delayed(
     job: Job, tmp_path: Path, ranks: int, stages: int, zero: int
 ) -> None:
@@ -48,7 +48,7 @@ def test_so_it_does_where_weight_gradients_are_delayed(
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
 
 
-@pytest.mark.parametrize(("ranks", "stages", "zero"), [(1, 1, 0), (3, 2, 1), (2, 1, 3)])
+@pytest.mark.parametrize(("ranks", "stages", "zero"), first(1, [(3, 2, 1), (1, 1, 0), (2, 1, 3)]))
 def test_a_checkpoint_goes_on_under_any_plan(job: Job, saved: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, MASTERS, "resume", str(saved), **_plan(stages, zero))
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
@@ -62,13 +62,13 @@ def test_a_checkpoint_without_masters_begins_them(job: Job, tmp_path: Path) -> N
     assert output.count("has no master weights: they begin with the values of the parameters") == 1
 
 
-@pytest.mark.parametrize(("ranks", "stages", "zero"), [(2, 1, 0), (3, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("ranks", "stages", "zero"), first(1, [(3, 2, 1), (2, 1, 0), (2, 1, 2)]))
 def test_float16_with_a_scaler(job: Job, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, MASTERS, "scaled", "-", **_plan(stages, zero))
     assert output.count(f"is right under {stages} stages") == ranks
 
 
-@pytest.mark.parametrize(("model", "reduced"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(("model", "reduced"), first(1, [("float32", "bfloat16"), ("bfloat16", "float32")]))
 @pytest.mark.parametrize(("ranks", "stages", "zero"), first(1, [(3, 2, 0), (2, 1, 0), (2, 1, 3)]))
 def test_gradients_are_reduced_in_another_type(
     job: Job, model: str, reduced: str, ranks: int, stages: int, zero: int

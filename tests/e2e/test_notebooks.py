@@ -79,7 +79,9 @@ def test_a_function_runs_on_several_ranks(job: Job, script: str) -> None:
     [
         ("fails", "2", "ValueError: no such file"),
         pytest.param("hangs", "2", "KeyboardInterrupt", marks=pytest.mark.long),
-        ("wrapped", "2", "cannot start ranks after a model was wrapped in this process"),
+        pytest.param(
+            "wrapped", "2", "cannot start ranks after a model was wrapped in this process", marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_fails_ends_all_ranks_and_is_told(job: Job, script: str, way: str, np: str, told: str) -> None:

@@ -35,7 +35,7 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "zero"),
-    first(3, [(3, 2, 1), (2, 1, 2), (4, 2, 3), (4, 2, 1), (3, 1, 2), (4, 2, 2), (2, 1, 3), (3, 1, 3)]),
+    first(2, [(3, 2, 1), (2, 1, 3), (2, 1, 2), (4, 2, 3), (4, 2, 1), (3, 1, 2), (4, 2, 2), (3, 1, 3)]),
 )
 def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(zero, stages))
@@ -46,7 +46,7 @@ def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "zero"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 1), (2, 1, 2), (4, 2, 3)]
+    ("ranks", "stages", "zero"), first(3, [(1, 1, 0), (2, 1, 2), (4, 2, 3), (2, 1, 0), (3, 1, 1), (4, 2, 1)])
 )
 def test_a_checkpoint_goes_on_under_any_plan(job: Job, saved: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, PROGRAM, "resume", str(saved), **_plan(zero, stages))
@@ -77,7 +77,7 @@ def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "zero"), first(3, [(2, 1, 0), (4, 2, 2), (2, 1, 3), (2, 1, 1), (3, 1, 2), (4, 2, 3)])
+    ("ranks", "stages", "zero"), first(2, [(4, 2, 2), (2, 1, 3), (2, 1, 0), (2, 1, 1), (3, 1, 2), (4, 2, 3)])
 )
 def test_what_scripts_do_with_gradients(job: Job, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, "tests/e2e/programs/sharded_gradients.py", **_plan(zero, stages))

@@ -21,12 +21,15 @@ CALLS = {
 """How many calls of each kind fail in `make test`: a start of a daemon takes half a second."""
 
 
+MARKS = {
+    "a daemon starts": pytest.mark.long,
+    "a client asks": pytest.mark.long,
+    "a client starts the daemon": pytest.mark.full,
+}
 ALL = (pytest.mark.full, pytest.mark.timeout(LONGEST_S))
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=pytest.mark.full if "client starts" in part else ()) for part in CALLS]
-)
+@pytest.mark.parametrize("part", [pytest.param(part, marks=MARKS.get(part, ())) for part in CALLS])
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=ALL)], ids=["some", "all"])
 def test_what_was_acknowledged_stays_and_nothing_is_wrong(part: str, every: bool, daemon_home, tmp_path: Path) -> None:
     variables = {**daemon_home.variables(), "RANNC_CACHE": "on"}

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from thinned import one_in
 from transcript import Shell, program
 
 from rannd.config import ITEMS, load
@@ -41,7 +42,7 @@ def test_every_flag_that_is_an_item_is_looked_at_here() -> None:
     assert set(VALUES) == set(FLAGS) == items - OF_RANKS | {"verify_step"}
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", one_in(3, VALUES))
 def test_flag_variable_file_default(shell: Shell, name: str) -> None:
     flag, flagged, variable, written = VALUES[name]
     row = ITEMS[name]

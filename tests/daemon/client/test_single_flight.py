@@ -119,6 +119,7 @@ def test_one_of_64_is_frozen_over_it_and_one_more_makes_it(daemon_home, tmp_path
     assert set(told["got"].values()) == {f"made by {plans[1]}"}
 
 
+@pytest.mark.long
 def test_a_holder_that_takes_long_and_beats_keeps_its_lease(daemon_home, tmp_path: Path) -> None:
     told, plans = herd(copy_of(tmp_path, QUICK), daemon_home.base, "well", 7.0, many=4)
     assert len(plans) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pieces import assert_same, eager, graph_of, in_pieces
+from thinned import first
 from torch import Tensor, nn
 
 from rannd.graph.model import build
@@ -57,7 +58,9 @@ class Named(nn.Module):
         return self.parts[f"{self.name}:"](a, mask)
 
 
-@pytest.mark.parametrize("name", ["it's", 'a"b', "'\"", "new\nline", "\\n", "class", "{a}", "größe", "a b", "a-b", "0"])
+@pytest.mark.parametrize(
+    "name", first(4, ["new\nline", "class", "größe", "'\"", "it's", 'a"b', "\\n", "{a}", "a b", "a-b", "0"])
+)
 def test_any_name(name: str) -> None:
     model = Named(name)
     given = [torch.randn(3, 4, requires_grad=True), torch.ones(3, 4)]

@@ -54,7 +54,7 @@ def test_no_case_hides_another_of_its_name() -> None:
     assert COUPLED.keys() >= REFUSED
 
 
-@pytest.mark.parametrize("name", one_in(6, INDEPENDENT))
+@pytest.mark.parametrize("name", one_in(10, INDEPENDENT))
 def test_independent_samples_give_the_same_in_pieces(name: str) -> None:
     function, arguments = INDEPENDENT[name]
     model, tensors = _small(function, arguments, name)
@@ -75,7 +75,7 @@ def in_pieces_restored(model: Small, graph: Any, tensors: list[Tensor], sizes: l
     return _restored(model, lambda: in_pieces(graph, model, tensors, [sum(sizes)]))
 
 
-@pytest.mark.parametrize("name", one_in(4, (name for name in COUPLED if name not in REFUSED)))
+@pytest.mark.parametrize("name", one_in(6, (name for name in COUPLED if name not in REFUSED)))
 def test_coupled_samples_are_seen(name: str) -> None:
     function, arguments = COUPLED[name]
     model, tensors = _small(function, arguments, name)

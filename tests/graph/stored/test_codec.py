@@ -42,7 +42,7 @@ def there_and_back(model: nn.Module, **kwargs: object) -> tuple[ModelGraph, Mode
     return first, build(model, signature, tensors, CPU, loaded), tensors
 
 
-@pytest.mark.parametrize("entry", one_in(2, (entry for entry in ZOO if entry.name in NAMES)), ids=str)
+@pytest.mark.parametrize("entry", one_in(4, (entry for entry in ZOO if entry.name in NAMES)), ids=str)
 def test_public_models(entry: Entry) -> None:
     model = entry.build().to(entry.dtype)
     one, other, tensors = there_and_back(model, **entry.batch(4))
@@ -61,7 +61,7 @@ CASES = {
     **row_operators.INDEPENDENT,
     **row_operators.COUPLED,
 }
-FEW = [*CASES][::12]
+FEW = [*CASES][::20]
 NOT_STORED = {"determinant": "torch.return_types has no name by which pytree finds it again"}
 """Traces that are made anew in each job."""
 

@@ -188,7 +188,7 @@ def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randint(1, 11, (rows, TIME)), torch.randint(CLASSES, (rows, TIME))
 
 
-@pytest.mark.parametrize("name", one_in(3, MIDDLES))
+@pytest.mark.parametrize("name", one_in(5, MIDDLES))
 def test_values_are_those_of_cuda(name: str) -> None:
     graph = on_cuda(Model(MIDDLES[name]), *batch())
     assert graph.traced.leaf_paths == (), graph.traced.record

@@ -45,7 +45,7 @@ FEW = {
     "siamese", "u-net",
 }  # fmt: skip
 """Those that CI looks at."""
-QUICK = {"gpt2", "mamba", "vit", "gru, both ways", "siamese", "u-net"}
+QUICK = {"gpt2", "vit", "siamese", "u-net"}
 """Of these, those of `make test`."""
 
 

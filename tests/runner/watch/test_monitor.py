@@ -116,7 +116,7 @@ def test_it_listens_only_where_the_other_machines_connect() -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", marks=pytest.mark.long),
         wire.encode_json(wire.HELLO, rank=0, token=1),
         wire.encode(wire.HELLO, b"[" * 200_000),
         wire.encode(wire.HELLO, b"\xff" * 1000),

@@ -104,8 +104,12 @@ ALIKE = ("by name", "channels", "alpha")
 """Ways to write dropout that the others stand for, but in `make test-full`."""
 
 
+SLOW = {"transformer", "opaque", "recurrent"}
+"""Of the others, those of `make test-long`."""
+
+
 def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.full,) if name in ALIKE else (pytest.mark.long,) if name == "transformer" else ()
+    return (pytest.mark.full,) if name in ALIKE else (pytest.mark.long,) if name in SLOW else ()
 
 
 @pytest.mark.parametrize(

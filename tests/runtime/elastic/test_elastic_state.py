@@ -127,6 +127,7 @@ def test_a_training_that_is_broken_off_goes_on(tmp_path: Path, whole: tuple[torc
     assert first.seen[:6] + second.seen == whole[1]
 
 
+@pytest.mark.long
 def test_without_a_sampler_it_saves_before_the_next_call(tmp_path: Path) -> None:
     first = Training(tmp_path, sampled=False)
     for _ in range(5):

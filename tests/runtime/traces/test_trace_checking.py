@@ -173,7 +173,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[torch.Tensor], torch.Tensor]]
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["module", "root"])
-@pytest.mark.parametrize("name", one_in(2, (name for name, (hooks, _) in FAULTS.items() if hooks)))
+@pytest.mark.parametrize("name", one_in(3, (name for name, (hooks, _) in FAULTS.items() if hooks)))
 def test_a_planted_fault_is_found(name: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks, function = FAULTS[name]
     off(monkeypatch, *hooks)
@@ -181,7 +181,7 @@ def test_a_planted_fault_is_found(name: str, apart: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["module", "root"])
-@pytest.mark.parametrize("name", one_in(2, FAULTS))
+@pytest.mark.parametrize("name", one_in(3, FAULTS))
 def test_with_the_hooks_on_nothing_is_found(
     name: str, apart: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
