@@ -234,7 +234,7 @@ class RaNNCStrategy(DDPStrategy):
         rest = dict(checkpoint["state_dict"])
         outside = tuple(f"{name}." for name in no_layers(lightning_module))
         for wrapper, prefixes in self._wrappers_and_prefixes():
-            own = {}
+            own: dict[str, Any] = {}
             for prefix in prefixes:
                 inside = {key for key in rest if key.startswith(prefix) and (prefix or not key.startswith(outside))}
                 own |= {key.removeprefix(prefix): rest.pop(key) for key in inside}

@@ -8,6 +8,7 @@ import itertools
 import textwrap
 from collections.abc import Iterator
 from types import FunctionType
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -124,8 +125,9 @@ def _definitions(kind: type, name: str) -> Iterator[FunctionType]:
     for base in kind.__mro__:
         if issubclass(LightningModule, base) or name not in vars(base):
             continue
-        value = vars(base)[name]
-        function = inspect.unwrap(value.fget if isinstance(value, property) else value)
+        value: Any = vars(base)[name]
+        method: Any = value.fget if isinstance(value, property) else value
+        function = inspect.unwrap(method)
         if isinstance(function, FunctionType):
             yield function
             if "super" in function.__code__.co_names:
