@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from yardstick import raises
+from yardstick import raises, same_notes
 
 import pyrannc
 from pyrannc.integrations.accelerate import RaNNCAccelerator
@@ -106,11 +106,7 @@ class Job:
 
 
 def compare(one: Job, other: Job, skip: int = 0) -> None:
-    wanted = other.found[skip:]
-    assert [what for what, _ in one.found] == [what for what, _ in wanted]
-    for place, ((what, found), (_, expected)) in enumerate(zip(one.found, wanted, strict=True)):
-        where = f"{what}, {place}: "
-        torch.testing.assert_close(found, expected, rtol=SHOWN, atol=SHOWN, msg=lambda text, where=where: where + text)
+    same_notes(one.found, other.found[skip:], SHOWN)
     ours, theirs = one.state(), other.state()
     if RANK == 0:
         torch.testing.assert_close(ours, theirs, rtol=SHOWN, atol=SHOWN)

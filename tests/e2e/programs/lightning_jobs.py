@@ -27,7 +27,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
-from yardstick import raises
+from yardstick import raises, same_notes
 
 import pyrannc
 from pyrannc.integrations.lightning import RaNNCMetrics, RaNNCStrategy
@@ -259,10 +259,7 @@ def fit(strategy: str, checkpoint: Path | None = None) -> tuple[Net, dict[str, T
 
 
 def compare(ours: tuple[Net, Any], theirs: tuple[Net, Any]) -> None:
-    assert [what for what, _ in ours[0].found] == [what for what, _ in theirs[0].found]
-    for place, ((what, found), (_, expected)) in enumerate(zip(ours[0].found, theirs[0].found, strict=True)):
-        where = f"{what}, {place}: "
-        torch.testing.assert_close(found, expected, rtol=SHOWN, atol=SHOWN, msg=lambda text, where=where: where + text)
+    same_notes(ours[0].found, theirs[0].found, SHOWN)
     for name in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(ours[1][name], theirs[1][name], rtol=SHOWN, atol=SHOWN)
 

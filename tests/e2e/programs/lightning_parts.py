@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
-from yardstick import raises
+from yardstick import raises, same_notes
 
 import pyrannc
 from pyrannc.integrations.lightning import RaNNCMetrics, RaNNCStrategy
@@ -199,6 +199,7 @@ def trainer(strategy: Any, folder: Path, *callbacks: Callback, **options: Any) -
         callbacks=[*callbacks, *([RaNNCMetrics()] if ours else [])],
         logger=CSVLogger(folder, version=0) if ours else False,
         log_every_n_steps=5,
+        default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
@@ -237,10 +238,7 @@ def finished(one: pl.Trainer, model: Noting, folder: Path) -> dict[str, Any]:
 
 
 def compare(ours: tuple[Noting, Any], theirs: tuple[Noting, Any]) -> None:
-    assert [what for what, _ in ours[0].found] == [what for what, _ in theirs[0].found]
-    for place, ((what, found), (_, expected)) in enumerate(zip(ours[0].found, theirs[0].found, strict=True)):
-        where = f"{what}, {place}: "
-        torch.testing.assert_close(found, expected, rtol=SHOWN, atol=SHOWN, msg=lambda text, where=where: where + text)
+    same_notes(ours[0].found, theirs[0].found, SHOWN)
     for name in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(ours[1][name], theirs[1][name], rtol=SHOWN, atol=SHOWN)
 

@@ -62,6 +62,16 @@ def same(mine: torch.Tensor | None, other: torch.Tensor | None, what: str) -> No
     assert difference <= CLOSE * scale, (what, difference)
 
 
+def same_notes(
+    mine: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, torch.Tensor]], within: float
+) -> None:
+    """Fail where what two trainings have noted is not the same values of the same names in the same order."""
+    assert [what for what, _ in mine] == [what for what, _ in others]
+    for place, ((what, found), (_, expected)) in enumerate(zip(mine, others, strict=True)):
+        at = f"{what}, {place}: "
+        torch.testing.assert_close(found, expected, rtol=within, atol=within, msg=lambda text, at=at: at + text)
+
+
 def same_parameters(wrapped: pyrannc.RaNNCModule, plain: nn.Module, what: str) -> None:
     """Values and gradients, on every rank. Collective."""
     for name, parameter in plain.named_parameters():
