@@ -50,8 +50,6 @@ class RaNNCStrategy(DDPStrategy):
         self._names = self._given
         self.wrappers: dict[str, pyrannc.RaNNCModule] = {}
         """The partitioned modules, by name, once a stage of the Trainer was set up."""
-        self._stepping: list[Any] = []
-        """The optimizers of the wrappers."""
 
     def _configure_launcher(self) -> None:
         pass  # rannc-run has started the ranks
@@ -112,8 +110,7 @@ class RaNNCStrategy(DDPStrategy):
         if names != [""]:
             check_parts(lightning_module, names)
         optimizers = {name: self._optimizer_of(name) if trains else None for name in names}
-        self._stepping = [each for each in optimizers.values() if each is not None]
-        if trains and not self._stepping:
+        if trains and not any(optimizers.values()):
             raise UsageError(
                 f'strategy="rannc": {type(lightning_module).__name__}.configure_optimizers returns no optimizer of the '
                 "modules that are partitioned"
@@ -250,15 +247,8 @@ class RaNNCStrategy(DDPStrategy):
             for name, wrapper in self.wrappers.items()
         ]
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state for the whole model. Collective."""
-        plain: Any = getattr(optimizer, "optimizer", optimizer)
-        if not any(each is plain for each in self._stepping):
-            return dict(plain.state_dict())
-        return dict(plain.state_dict(from_global=True))
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` has returned."""
+        """Load the states of whole optimizers, of which each rank takes its part."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 

@@ -232,6 +232,7 @@ def finished(one: pl.Trainer, model: Noting, folder: Path) -> dict[str, Any]:
     width = CODE if isinstance(model, Adversaries) else WIDTH
     predicted: Any = one.predict(model, DataLoader(torch.ones(8, width, dtype=torch.double)))
     model.found.append(("predicted", torch.cat(predicted)))
+    one.test(model, loader(24, 3), ckpt_path=min(folder.glob("step=*.ckpt")), verbose=False)
     one.strategy.barrier()
     found: dict[str, Any] = torch.load(folder / "last.ckpt", weights_only=True)
     return found
