@@ -288,10 +288,15 @@ def larger(sizes: GptSizes) -> bool:
     sys.path.insert(0, str(PROGRAMS))
     from memory_watch import MemoryWatch, private_mib
 
+    import pyrannc
     from rannd.plan.plan_text import plan_line
 
+    made = wrapped(replace(sizes, layers=1, width=64, words=64), {})
+    made.step()
+    pyrannc.clear()  # libraries are imported now, also those with which rannd traces and profiles
+    del made
     state = training_state(sizes) / 2**20
-    own, limit = private_mib(), state / SHARE  # libraries are imported now
+    own, limit = private_mib(), state / SHARE
     made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr((limit - own) / 2**10)})
     watch = MemoryWatch()
     watch.start()
