@@ -37,8 +37,8 @@ class RaNNCStrategy(DDPStrategy):
             loss, too.
 
     Raises:
-        UsageError: Some parameters are outside of the modules or in several, a module has several optimizers or none,
-            or training_step calls no module.
+        UsageError: Some parameters are outside of the modules or in several, a module has several optimizers, no
+            optimizer is of any module, or training_step calls none of them.
     """
 
     strategy_name = "rannc"
@@ -70,7 +70,7 @@ class RaNNCStrategy(DDPStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def connect(self, model: LightningModule) -> None:
-        """Take a LightningModule, of which another Trainer may have wrapped the module."""
+        """Take a LightningModule, of which another Trainer may have wrapped the modules."""
         super().connect(model)
         wrapped = {name: each for name, each in model.named_modules() if isinstance(each, pyrannc.RaNNCModule)}
         if isinstance(model.forward, OwnForward):

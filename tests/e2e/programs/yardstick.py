@@ -6,7 +6,8 @@ Every rank plays it for itself. Doubles, so that nothing but the order of sums d
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,17 @@ def same_notes(
     for place, ((what, found), (_, expected)) in enumerate(zip(mine, others, strict=True)):
         at = f"{what}, {place}: "
         torch.testing.assert_close(found, expected, rtol=within, atol=within, msg=lambda text, at=at: at + text)
+
+
+def same_runs(
+    mine: tuple[Sequence[tuple[str, torch.Tensor]], Mapping[str, Any]],
+    others: tuple[Sequence[tuple[str, torch.Tensor]], Mapping[str, Any]],
+    within: float,
+) -> None:
+    """Fail where two trainings with Lightning have noted or saved different values."""
+    same_notes(mine[0], others[0], within)
+    for name in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(mine[1][name], others[1][name], rtol=within, atol=within)
 
 
 def same_parameters(wrapped: pyrannc.RaNNCModule, plain: nn.Module, what: str) -> None:
