@@ -75,8 +75,8 @@ MORE = 1.02
 """The limit of `fit` / the least memory that suffices with ZeRO."""
 STATE_PER_VALUE = 4
 """Value, gradient and AdamW's two moments."""
-GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""glibc gives back the memory of freed tensors, so that a process has what is in use."""
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 15)}
+"""glibc gives back the memory of freed tensors, so that a process has what is in use: activations of 128 KiB, too."""
 SHARE = 3
 """The training state / the limit of `larger`."""
 SMALL = {"rows": 2, "length": 32}
