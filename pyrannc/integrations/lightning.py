@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import pyrannc
-from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, no_layers
+from pyrannc.integrations.lightning_forward import TENSORS, OwnForward, by_itself, no_layers, take_trainer
 from pyrannc.integrations.lightning_modules import check_parts, exchange, modules_to_partition, names_of
 from rannd.errors import UsageError
 from rannd.runtime.step_metrics import StepMetrics
@@ -117,7 +117,9 @@ class RaNNCStrategy(DDPStrategy):
             )
         for name, optimizer in optimizers.items():
             module, read = lightning_module.get_submodule(name), None
-            if not name:
+            if name:
+                take_trainer(module)
+            else:
                 module, read = by_itself(lightning_module)
             scaler = getattr(self.precision_plugin, "scaler", None) if optimizer is not None else None
             wrapper = pyrannc.RaNNCModule(module, optimizer, outputs=self._outputs, scaler=scaler)

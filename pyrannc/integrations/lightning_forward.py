@@ -75,37 +75,48 @@ def by_itself(lightning_module: LightningModule) -> tuple[LightningModule, Menti
     Raises:
         UsageError: The class of the LightningModule cannot be derived from.
     """
-    kind = type(lightning_module)
-    uncalled = {
-        name
-        for base in kind.__mro__
-        if not issubclass(nn.Module, base)
-        for name, value in vars(base).items()
-        if isinstance(value, FunctionType) and not name.startswith("__") and not hasattr(nn.Module, name)
-    }
-    own = {name: property(partial(_without_trainer, name)) for name in _OF_TRAINER}
-    try:
-        made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, **own})
-    except Exception as exc:  # code of the user's classes may raise anything
-        raise UsageError(
-            f'strategy="rannc": {kind.__name__} itself cannot be partitioned, as a class derived from it raises '
-            f"{type(exc).__name__}: {exc}; put all layers into one module, and call that in training_step"
-        ) from exc
+    made: Any = _class_without_trainer(type(lightning_module))
     found: LightningModule = object.__new__(made)
     state, of_lightning = found.__dict__, vars(LightningModule())
     state.update({key: value for key, value in lightning_module.__dict__.items() if key not in _METHODS})
     state.update({key: value for key, value in of_lightning.items() if key not in _SHARED})
     children, outside = lightning_module.__dict__["_modules"].items(), no_layers(lightning_module)
     state["_modules"] = {name: child for name, child in children if name not in outside}
-    setattr(made, UNCALLED, sorted(uncalled))
-    while reached := _among(uncalled, read := Mentions(found)):
-        uncalled -= reached
-        setattr(made, UNCALLED, sorted(uncalled))
+    read = take_trainer(found)
     for name in [name for name in state if name not in of_lightning and name not in read]:
         del state[name]
-    for name in sorted(uncalled):  # the order is a part of the model's cache key
+    for name in vars(made)[UNCALLED]:  # sorted: the order is a part of the model's cache key
         setattr(made, name, _uncalled)
     return found, read
+
+
+def take_trainer(model: nn.Module) -> Mentions:
+    """Take the Trainer, whose state changes with each step, from all LightningModules in a model.
+
+    Returns what the model's code reads; that of methods that no ``forward`` calls, such as ``training_step``, is left
+    out.
+
+    Raises:
+        UsageError: The class of a LightningModule cannot be derived from.
+    """
+    inside = [each for each in model.modules() if isinstance(each, LightningModule)]
+    made: dict[type[LightningModule], Any] = {}
+    for each in inside:
+        kind = type(each)
+        if not _has_none(kind):
+            each.__class__ = made[kind] = made.get(kind) or _class_without_trainer(kind)
+            each.__dict__.update(_trainer=None, _fabric=None)
+    uncalled = {kind: _own_methods(kind) for kind in dict.fromkeys(map(type, inside))}
+    reached = True
+    while reached:
+        for kind, names in uncalled.items():
+            setattr(kind, UNCALLED, sorted(names))
+        read, reached = Mentions(model), False
+        for names in uncalled.values():
+            called = {name for name in names if name in read}
+            names -= called
+            reached |= bool(called)
+    return read
 
 
 def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
@@ -129,14 +140,43 @@ _METHODS = ("forward", "training_step", "validation_step", "test_step", "predict
 """Methods that torch.compile of a LightningModule replaces in the instance."""
 
 
-def _among(names: set[str], mentions: Mentions) -> set[str]:
-    return {name for name in names if name in mentions}
+def _own_methods(kind: type[LightningModule]) -> set[str]:
+    """Names of the methods of a class and its bases that nn.Module does not have."""
+    return {
+        name
+        for base in kind.__mro__
+        if not issubclass(nn.Module, base)
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and not name.startswith("__") and not hasattr(nn.Module, name)
+    }
+
+
+def _class_without_trainer(kind: type[LightningModule]) -> type[LightningModule]:
+    """Derive a class whose objects raise UsageError where ``forward`` reads the Trainer."""
+    own = {name: property(partial(_without_trainer, name), _leave_trainer) for name in _OF_TRAINER}
+    try:
+        return type(kind.__name__, (kind,), {"__module__": kind.__module__, **own})
+    except Exception as exc:  # code of the user's classes may raise anything
+        raise UsageError(
+            f'strategy="rannc": {kind.__name__} itself cannot be partitioned, as a class derived from it raises '
+            f"{type(exc).__name__}: {exc}; put all layers into one module, and call that in training_step"
+        ) from exc
+
+
+def _has_none(kind: type[LightningModule]) -> bool:
+    trainer = vars(kind).get("trainer")
+    return isinstance(trainer, property) and trainer.fset is _leave_trainer
+
+
+def _leave_trainer(*_: Any) -> None:
+    """Lightning gives the Trainer to all children that are LightningModules."""
 
 
 def _without_trainer(name: str, _: LightningModule) -> Any:
     raise UsageError(
-        f"forward of a LightningModule that is partitioned reads self.{name}, which its graph cannot: keep the value "
-        f"in an attribute of its own, such as self.now = self.{name} in on_train_batch_start"
+        f"self.{name} is not known where a LightningModule is partitioned: a graph has neither its Trainer nor what "
+        f"that knows. Keep the value in an attribute that forward reads, such as self.now = self.{name} in "
+        "on_train_batch_start of the LightningModule that the Trainer has"
     )
 
 

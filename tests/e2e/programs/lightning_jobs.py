@@ -76,8 +76,8 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Place(nn.Module):
-    """Has a buffer and no parameters."""
+class Place(pl.LightningModule):
+    """Has a buffer and no parameters. A LightningModule in another one has its Trainer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def parity() -> None:
         twice()
         for kind, told in (
             (Encoder, "Encoder.training_step does not call self(..)"),
-            (Reading, "reads self.current_epoch"),
+            (Reading, "self.current_epoch is not known where"),
         ):
             raises(RanndError, told, lambda kind=kind: trainer("rannc", FOLDER).fit(kind(), loader(10 * GLOBAL, 1)))
 

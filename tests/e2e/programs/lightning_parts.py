@@ -23,7 +23,7 @@ from yardstick import raises, same_runs
 
 import pyrannc
 from pyrannc.integrations.lightning import RaNNCMetrics, RaNNCStrategy
-from rannd.errors import UsageError
+from rannd.errors import RanndError, UsageError
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -36,6 +36,25 @@ SHOWN = 1e-9
 def network(*widths: int) -> nn.Sequential:
     layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths[:-1])]
     return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1])).double()
+
+
+class Coder(pl.LightningModule):
+    """One in another LightningModule, whose Trainer it has."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.net = network(*widths)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.net(inputs)
+        return outputs
+
+
+class Late(Coder):
+    """Reads the Trainer's state."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * (self.current_epoch + 1)
 
 
 class Noting(pl.LightningModule):
@@ -54,7 +73,7 @@ class Autoencoder(Noting):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = network(WIDTH, 8, 8, CODE), network(CODE, 8, 8, WIDTH)
+        self.encoder, self.decoder = Coder(WIDTH, 8, 8, CODE), network(CODE, 8, 8, WIDTH)
         self.teacher = network(WIDTH, 8, WIDTH).requires_grad_(False)
         self.same = self.encoder
         self.error = MeanSquaredError().set_dtype(torch.float64)
@@ -151,6 +170,14 @@ class Finetuned(Noting):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD((each for each in self.parameters() if each.requires_grad), lr=0.1)
+
+
+class Reading(Finetuned):
+    """A module reads the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Late(8, 8, WIDTH)
 
 
 class Shared(Finetuned):
@@ -253,12 +280,13 @@ def parity() -> None:
     compare(adversaries("rannc"), adversaries("ddp"))
     finetuned()
     for kind, told in (
+        (Reading, "self.current_epoch is not known where"),
         (Shared, "Shared.backbone and Shared.head share a parameter"),
         (Several, "2 optimizers of Several.backbone"),
         (Bare, "gain is not a parameter of Bare.backbone, Bare.head, which are partitioned"),
     ):
         model = kind()
-        raises(UsageError, told, lambda model=model: trainer("rannc", FOLDER).fit(model, loader(10 * GLOBAL, 1)))
+        raises(RanndError, told, lambda model=model: trainer("rannc", FOLDER).fit(model, loader(10 * GLOBAL, 1)))
 
 
 def finetuned() -> None:
