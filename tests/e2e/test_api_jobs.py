@@ -54,7 +54,7 @@ def test_averages_by_hand_are_right_or_an_error(job: Job, stages: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [pytest.param(1, "1", marks=pytest.mark.long), pytest.param(2, "1", marks=pytest.mark.long), (2, "2")],
+    first(0, [(1, "1"), (2, "1"), (2, "2")]),
 )
 def test_the_model_inside_runs_the_plan(job: Job, ranks: int, stages: str, tmp_path: Path) -> None:
     output = job.train(ranks, "tests/e2e/programs/inner_calls.py", stages, str(tmp_path), RANNC_PARTITION_NUM=stages)

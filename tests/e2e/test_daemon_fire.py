@@ -159,7 +159,8 @@ def garbage(here: DaemonPaths) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param(each, marks=pytest.mark.full if "profiler" in each else ()) for each in MOMENTS[1:]]
+    "moment",
+    [pytest.param(each, marks=pytest.mark.full if "profiler" in each else pytest.mark.long) for each in MOMENTS[1:]],
 )
 def test_a_daemon_full_of_garbage_is_no_hindrance(
     job: Job, uncached: list[str], fresh: DaemonPaths, moment: str

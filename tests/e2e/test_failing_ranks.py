@@ -106,7 +106,7 @@ def test_other_places(job: Job, what: str, error: str, place: str, stages: str) 
     assert re.search(rf"{re.escape(error)} \(failing\.py:\d+\)$", last), output
 
 
-@pytest.mark.parametrize(("which", "start"), [("0", _job), ("1", _forks)], ids=["0", "1"])
+@pytest.mark.parametrize(("which", "start"), first(1, [("0", _job), ("1", _forks)]), ids=["0", "1"])
 def test_a_rank_that_is_killed(job: Job, which: str, start: Callable[..., list[str]]) -> None:
     output = _run(job, start(2, PROGRAM, "kill", which), codes={137}, RANNC_PARTITION_NUM="2")
     assert re.search(

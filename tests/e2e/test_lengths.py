@@ -16,10 +16,10 @@ PIPELINE = {**STAGES, "RANNC_PIPELINE_NUM": "3"}
 @pytest.mark.parametrize(
     ("ranks", "words", "settings"),
     [
-        (2, "inside apart large cut", PIPELINE),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in [
+                (2, "inside apart large cut", PIPELINE),
                 (2, "inside few", {}),
                 (3, "outside branch", {}),
                 (2, "outside", STAGES),

@@ -35,7 +35,7 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "zero"),
-    first(2, [(3, 2, 1), (2, 1, 3), (2, 1, 2), (4, 2, 3), (4, 2, 1), (3, 1, 2), (4, 2, 2), (3, 1, 3)]),
+    first(1, [(3, 2, 1), (2, 1, 3), (2, 1, 2), (4, 2, 3), (4, 2, 1), (3, 1, 2), (4, 2, 2), (3, 1, 3)]),
 )
 def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(zero, stages))
@@ -77,7 +77,7 @@ def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "zero"), first(2, [(4, 2, 2), (2, 1, 3), (2, 1, 0), (2, 1, 1), (3, 1, 2), (4, 2, 3)])
+    ("ranks", "stages", "zero"), first(1, [(4, 2, 2), (2, 1, 3), (2, 1, 0), (2, 1, 1), (3, 1, 2), (4, 2, 3)])
 )
 def test_what_scripts_do_with_gradients(job: Job, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, "tests/e2e/programs/sharded_gradients.py", **_plan(zero, stages))
@@ -90,7 +90,7 @@ def test_sparse_gradients(job: Job, zero: int) -> None:
     assert output.count(f"has right sparse gradients under ZeRO {zero}") == 2
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "stages"), first(1, [(4, 2), (2, 1)]))
 def test_what_scripts_do_with_parameters(job: Job, ranks: int, stages: int) -> None:
     output = job.train(ranks, "tests/e2e/programs/sharded_parameters.py", **_plan(3, stages))
     assert output.count(f"has right parameters under {stages} stages, ZeRO 3") == ranks

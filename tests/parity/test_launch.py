@@ -14,6 +14,7 @@ from parity.launch import Home, run
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_a_case_that_hangs_says_where_and_leaves_no_process() -> None:
     home = Home()
     case = Case("mean", ranks=2)

@@ -6,4 +6,4 @@ from parity.cases import DRAWN, SOME
 from parity.check import test_training_equals_the_emulation as test_training_equals_the_emulation
 from parity.several import SOME_OF_SEVERAL
 
-CASES = [*SOME[::4], *DRAWN[::3], *SOME_OF_SEVERAL[::3]]
+CASES = [*SOME[::8], *DRAWN[::9], *SOME_OF_SEVERAL[::6]]

@@ -9,5 +9,5 @@ from parity.several import SOME_OF_SEVERAL
 
 pytestmark = pytest.mark.long
 CASES = [
-    case for cases, every in ((SOME, 4), (DRAWN, 3), (SOME_OF_SEVERAL, 3)) for n, case in enumerate(cases) if n % every
+    case for cases, every in ((SOME, 8), (DRAWN, 9), (SOME_OF_SEVERAL, 6)) for n, case in enumerate(cases) if n % every
 ]

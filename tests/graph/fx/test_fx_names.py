@@ -59,7 +59,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", first(4, ["new\nline", "class", "größe", "'\"", "it's", 'a"b', "\\n", "{a}", "a b", "a-b", "0"])
+    "name", first(1, ["new\nline", "class", "größe", "'\"", "it's", 'a"b', "\\n", "{a}", "a b", "a-b", "0"])
 )
 def test_any_name(name: str) -> None:
     model = Named(name)

@@ -18,7 +18,7 @@ TRUE_FLOPS = 0.02
 SHOWN = ("gpt2", "mixtral", "t5", "swin", "resnet", "clip", "mamba", "lstm", "u-net", "siamese", "BatchNorm", "rwkv",
          "codebook")  # fmt: skip
 LATER = ("llama", "bert", "bart", "vit", "whisper", "nn.Transformer")
-LONG = ("t5", "swin", "resnet", "clip", "mixtral", "mamba", "lstm", "siamese")
+LONG = ("rwkv", "t5", "swin", "resnet", "clip", "mixtral", "mamba", "lstm", "siamese")
 
 
 def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:

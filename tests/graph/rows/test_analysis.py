@@ -86,7 +86,7 @@ def test_coupled_samples_are_seen(name: str) -> None:
     assert graph.task.rows_coupled
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", one_in(3, sorted(REFUSED)))
 def test_code_for_one_size_of_the_batch_gets_a_graph_for_that_size(name: str) -> None:
     function, arguments = COUPLED[name]
     model, tensors = _small(function, arguments, name)

@@ -149,8 +149,8 @@ def test_broken_data_is_seen() -> None:
 
 @pytest.mark.parametrize(
     "target",
-    [["py", "os", "system"], ["py", "builtins", "eval"], ["py", "torch", "load"], ["hop", "__class__", ""],
-     ["py", "operator", "nothing"], ["op", "aten::nothing", "default"], ["what", "is", "this"]],
+    one_in(2, [["py", "os", "system"], ["py", "builtins", "eval"], ["py", "torch", "load"], ["hop", "__class__", ""],
+     ["py", "operator", "nothing"], ["op", "aten::nothing", "default"], ["what", "is", "this"]]),
     ids=lambda target: ".".join(target),
 )  # fmt: skip
 def test_nothing_but_operators_is_called(target: list[str]) -> None:

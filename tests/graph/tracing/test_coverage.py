@@ -34,7 +34,8 @@ SLOW = {
     "informer", "big bird", "wav2vec2", "longt5, global", "clip", "longformer", "xlnet", "deberta-v2", "bloom",
     "qwen2-moe", "olmoe", "mbart", "siglip", "segformer", "rwkv", "mobilenet-v2", "deberta", "vit", "beit", "regnet",
     "distilbert", "t5", "swin", "patchtst", "autoencoder", "generator", "einsum attention", "checkpointed", "mixtral",
-    "gru, both ways", "lstm, packed", "graph network", "nested inputs", "tied",
+    "gru, both ways", "lstm, packed", "graph network", "nested inputs", "tied", "control flow", "experts, scattered",
+    "experts, looped", "u-net", "lstm, time first", "moving averages", "codebook", "llama", "dataclass",
 }  # fmt: skip
 """Of these, those that `make test-long` looks at."""
 

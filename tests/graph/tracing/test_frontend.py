@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from leaf_models import Outer
 from pieces import Small, assert_same, eager, graph_of, in_pieces, signature_of, weights_of
+from thinned import one_in
 from torch import Tensor, nn
 
 from rannd.errors import TraceError
@@ -178,14 +179,17 @@ def test_modules_with_custom_functions_are_named_and_become_leaves() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [
-        lambda m, a: (a @ m.w)[:4],
-        lambda m, a: a @ m.w if a.shape[0] < 100 else a,
-        lambda m, a: (a @ m.w)[:1_000_000],
-        lambda m, a: a @ m.w if a.shape[0] % 2 else a,
-        lambda m, a: m.lstm(a[None])[0][0],
-        lambda m, a: a + m.table.weight[: a.shape[0]],
-    ],
+    one_in(
+        3,
+        [
+            lambda m, a: (a @ m.w)[:4],
+            lambda m, a: a @ m.w if a.shape[0] < 100 else a,
+            lambda m, a: (a @ m.w)[:1_000_000],
+            lambda m, a: a @ m.w if a.shape[0] % 2 else a,
+            lambda m, a: m.lstm(a[None])[0][0],
+            lambda m, a: a + m.table.weight[: a.shape[0]],
+        ],
+    ),
     ids=["first rows", "branch", "a million rows", "odd or even", "rows as time", "positions"],
 )
 def test_a_fixed_batch_gets_a_graph_for_its_size(function: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halves import Halves
+from thinned import one_in
 from torch import Tensor, nn
 
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
@@ -81,7 +82,7 @@ SEPARATE: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[], Tensor], tu
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SEPARATE)
+@pytest.mark.parametrize("name", one_in(3, SEPARATE))
 def test_gradients_in_two_halves_are_those_of_autograd(name: str) -> None:
     function, make, names = SEPARATE[name]
     found = halves(function, make())

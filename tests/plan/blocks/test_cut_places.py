@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from brute_force import Plan, Reference
 from plan_graphs import GraphBuilder, chain, random_costs, random_graph
+from thinned import first
 
 from rannd.errors import PlanError
 from rannd.graph.fx.ir import TaskGraph
@@ -56,7 +57,7 @@ class Marked(Reference):
                 yield each
 
 
-@pytest.mark.parametrize("hundred", range(3))
+@pytest.mark.parametrize("hundred", first(1, range(3)))
 def test_the_plan_has_the_least_e_of_all_that_cut_there(hundred: int) -> None:
     stages = 0
     for seed in range(100 * hundred, 100 * hundred + 100):

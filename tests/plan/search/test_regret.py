@@ -23,7 +23,7 @@ from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
 
 @pytest.mark.parametrize(
-    "way", one_in(3, [None, *OTHER]), ids=lambda way: f"{way.schedule} {way.zero}" if way else "run"
+    "way", one_in(9, [None, *OTHER]), ids=lambda way: f"{way.schedule} {way.zero}" if way else "run"
 )
 def test_no_stage_needs_more_memory_than_was_planned(way: RunMode | None) -> None:
     """But for gradients of a value that several stages read, which come from each of them and count once in E."""

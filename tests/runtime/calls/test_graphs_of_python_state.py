@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from thinned import one_in
 from torch import nn
 
 import pyrannc
@@ -191,11 +192,11 @@ def _class(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
+    one_in(2, [
         _config, _dict, _nested, _long, _array, _scalar, _tensor, _in_place, _listed, _function, _module, _method,
         _backward, _before_backward, _deep, _object_in_a_list, _namespace, _partial, _called, _bound, _hidden, _byte,
         _array_in_place, _hook, _class,
-    ],
+    ]),
 )  # fmt: skip
 def test_changes_between_calls_are_seen(change: Callable[[nn.Module], None]) -> None:
     plain = Steered()
