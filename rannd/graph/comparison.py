@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,10 @@ from rannd.graph.fx.sizes import number_at
 from rannd.graph.model import ModelGraph
 from rannd.graph.modules.autograd_functions import direct_checkpoints
 from rannd.graph.modules.foreign_rng import draw_once
-from rannd.graph.modules.parameter_undo import kept_parameters
+from rannd.graph.modules.parameter_undo import Writes
 from rannd.graph.partition.cut import extract
 from rannd.graph.rows.loss_weights import counted, pieces_weights
-from rannd.graph.tracing.leaf_recorder import preserved
+from rannd.graph.tracing.leaf_recorder import undone
 from rannd.graph.tracing.on_device import running_on
 
 MOST_ROWS = 2
@@ -205,13 +205,13 @@ def _restored_rng() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _equal_conditions(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.Tensor]]]:
-    """Run model or graph under equal conditions and undo its side effects; yields the parameters written in place."""
+def _equal_conditions(model: nn.Module) -> Iterator[Writes]:
+    """Run model or graph under equal conditions and undo its side effects; yields the writes into its parameters."""
     torch.clear_autocast_cache()  # cached casts of weights belong to the autograd graph of another run
     seed_all(0)
     draws: Any = _SeedEachOperator
     equal = draws()
-    with preserved(model), kept_parameters(model) as written:  # `preserved` restores generators in attributes
+    with undone(model) as written:  # which restores generators in attributes
         try:
             draw_once(model)  # reveals graphs that hold a random number drawn during tracing as a constant
             with _without_hooks(model), direct_checkpoints(), equal:
@@ -279,7 +279,7 @@ def _outcome(
     outputs: list[Any],
     leaves: Sequence[torch.Tensor],
     gradients: bool,
-    written: Mapping[str, tuple[nn.Parameter, torch.Tensor]],
+    written: Writes,
 ) -> _Outcome:
     found: dict[str, torch.Tensor] = {}
     differentiable = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -295,7 +295,7 @@ def _outcome(
         made = torch.autograd.grad(differentiable, list(wanted.values()), given, allow_unused=True)
         found = {name: each for name, each in zip(wanted, made, strict=True) if each is not None}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    buffers |= {name: parameter.detach().clone() for name, (parameter, _) in written.items()}
+    buffers |= {name: value.clone() for name, value in written.values().items()}
     plain = [each.detach() if isinstance(each, torch.Tensor) else each for each in outputs]
     return _Outcome(plain, found, buffers, bool(graph.signature.mode.autocast))
 

@@ -185,13 +185,23 @@ def _run(
     for place, constant in call.constants:
         leaves[place] = constant
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    for name, _ in module.named_parameters():
+        if name in state and type(state[name]) is torch.Tensor and not state[name].requires_grad:
+            state[name] = nn.Parameter(state[name], requires_grad=False)  # no other tensor may be assigned to its name
+    memory = {name: value.data for name, value in state.items()}
     with _substituted(module, state), direct_checkpoints(), forced(module, table.dropout):
         # A call of the whole model would run its RaNNCModule.
         result = module(*args, **kwargs) if call.path else module._call_impl(*args, **kwargs)
         with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in state and buffer is not state[name]:  # the module replaced its buffer: copy the new content
-                    state[name].copy_(buffer)
+            for name, value in [*module.named_parameters(), *module.named_buffers()]:
+                if name not in state:
+                    continue
+                given, here = state[name], memory[name]
+                if given.data_ptr() != here.data_ptr():  # its `.data` was replaced, which is no new version
+                    here.copy_(given)
+                    given.data = here
+                if value is not given:  # it was replaced
+                    given.copy_(value)
     flat, spec = pytree.tree_flatten(result)
     if (
         spec != call.result

@@ -52,9 +52,9 @@ from rannd.graph.tracing.autocast_types import settle_types
 from rannd.graph.tracing.batch_dim import closed_batch, holes, lines
 from rannd.graph.tracing.export import Notes, Shown, TracedCall, example_inputs, export, quiet, shown, traced_of
 from rannd.graph.tracing.hook_proofs import failing
-from rannd.graph.tracing.leaf_recorder import NotALeaf, preserved, record
+from rannd.graph.tracing.leaf_recorder import NotALeaf, record, undone
 from rannd.graph.tracing.on_device import home_of, running_on
-from rannd.graph.tracing.unsound_exports import unshown, written_later
+from rannd.graph.tracing.unsound_exports import unshown, written_constant, written_later
 
 LARGEST_EXAMPLE = 256
 """Maximum batch size to trace with."""
@@ -261,7 +261,7 @@ class _FrontEnd:
         except (Undecidable, NotASelection) as exc:
             around = (exc.module, *ancestors(exc.module)) if exc.module else ("",)
             return _Attempt(problem=exc, place=SourceLocation(around, ""))
-        hidden = unshown(traced)
+        hidden = unshown(traced) or written_constant(traced)
         if hidden is not None:
             around = (hidden.path, *ancestors(hidden.path)) if hidden.path else ("",)
             return _Attempt(problem=hidden, place=SourceLocation(around, ""))
@@ -355,7 +355,7 @@ class _FrontEnd:
         other = self._for(signature)
         with self._running():
             try:
-                with preserved(self._model):
+                with undone(self._model):
                     for size in sizes:
                         other._run(example_inputs(signature, self._leaves, size))
             except Exception:
@@ -425,7 +425,7 @@ class _FrontEnd:
             return None
         inner = next(name for name in attempt.place.modules if not within(name, paths) or not name)
         try:
-            with self._running(), preserved(self._model):
+            with self._running(), undone(self._model):
                 names = called_methods(self._model.get_submodule(inner), self._runs()[0][1])
         except Exception:
             return None  # the model itself fails, which `_problem` reports
@@ -478,7 +478,7 @@ class _FrontEnd:
             )
         with self._running():
             try:
-                with preserved(self._model):
+                with undone(self._model):
                     self._run(examples)
             except Exception as exc:
                 place = of_exception(self._model, exc)

@@ -26,7 +26,7 @@ from rannd.graph.modules.autograd_functions import FunctionPart, direct_checkpoi
 from rannd.graph.modules.contained_objects import Contents, modules_of, same_values, write_back
 from rannd.graph.modules.foreign_rng import unchanged
 from rannd.graph.modules.methods import ForeignUse, Method, own_state_only, part_of, replaced
-from rannd.graph.modules.parameter_undo import kept_parameters
+from rannd.graph.modules.parameter_undo import Writes, kept_parameters, noted_writes
 from rannd.graph.python_state.guards import HOOKS, hooks_of
 from rannd.graph.tracing.on_device import on_host
 
@@ -67,7 +67,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """
     modules = list(modules_of(model))
     attributes = [(module, dict(module.__dict__)) for _, module in modules]
-    inner = [(held, dict(held)) for _, module in modules for held in [module.__dict__["_buffers"], *hooks_of(module)]]
+    inner = [
+        (held, dict(held))
+        for _, module in modules
+        for held in [module.__dict__["_parameters"], module.__dict__["_buffers"], *hooks_of(module)]
+    ]
     contents = Contents(modules, arrays=True)
     buffers = [(each, each.detach().clone(), each.requires_grad) for each in model.buffers() if not each.is_meta]
     devices = sorted({tensor.device for tensor in [*model.parameters(), *model.buffers()]}, key=str)
@@ -88,6 +92,13 @@ def preserved(model: nn.Module) -> Iterator[None]:
                     with contextlib.suppress(RuntimeError):  # views have that from their base
                         buffer.detach_()
                 write_back(buffer, value)
+
+
+@contextlib.contextmanager
+def undone(model: nn.Module) -> Iterator[Writes]:
+    """Undo what running a model does to it, see `preserved`, and writes into its parameters; yields these writes."""
+    with preserved(model), kept_parameters(model) as writes:
+        yield writes
 
 
 @dataclass
@@ -114,8 +125,7 @@ def record(model: nn.Module, paths: Sequence[str], runs: Sequence[tuple[int, Cal
         found: dict[str, list[_Seen]] = {path: [] for path in paths}
         running: list[str] = []
         with contextlib.ExitStack() as stack:
-            stack.enter_context(preserved(model))
-            stack.enter_context(kept_parameters(model))
+            stack.enter_context(undone(model))
             stack.enter_context(direct_checkpoints())
             for path, part in parts.items():
                 stack.enter_context(_watched(model, path, part, found[path], running))
@@ -173,13 +183,16 @@ def _see(
     contents = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
     applied = isinstance(part, FunctionPart)
     try:
-        with own_state_only(model, part, given.values() if applied else ()):
+        with own_state_only(model, part, given.values() if applied else ()), noted_writes(part) as writes:
             result = call()
     except ForeignUse as exc:
         raise NotALeaf(path, str(exc)) from exc
-    changed = {name for name, tensor in given.items() if tensor._version != versions[name]}
+    changed = {*writes.values()} | {name for name, tensor in given.items() if tensor._version != versions[name]}
     if changed and applied:
         raise NotALeaf(path, "it writes into its arguments")
+    for name, parameter in part.named_parameters():
+        if name in state and parameter.shape != state[name].shape:
+            raise NotALeaf(path, f"it replaces parameter {name} by one of another shape, {tuple(parameter.shape)}")
     for name, buffer in part.named_buffers():  # some writes do not increment the version
         if buffer is not state.get(name) or not same_values(buffer, contents[name]):
             changed.add(name)

@@ -36,6 +36,24 @@ def unshown(traced: Traced) -> NotALeaf | None:
     return None
 
 
+def written_constant(traced: Traced) -> NotALeaf | None:
+    """Find a module that writes into a tensor which is neither a parameter nor a buffer: a graph has its first values.
+
+    As one operator it writes into its own tensor, on each rank and for each microbatch.
+    """
+    if not traced.constants:
+        return None
+    sharing = Aliases(traced)
+    held = {sharing.find(node) for node, name in traced.attributes.items() if name in traced.constants}
+    for node in traced.graph.nodes:
+        if any(sharing.find(target) in held for target in written(traced, node)):
+            return NotALeaf(
+                node.meta.get("module", ""),
+                "its code writes in place into a tensor that is no buffer: register_buffer lets a graph do this",
+            )
+    return None
+
+
 def written_later(traced: Traced) -> NotALeaf | None:
     """Find a leaf whose results alias other tensors, and one of whose arguments or results is written in place."""
     if traced.leaves is None:
