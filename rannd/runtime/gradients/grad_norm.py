@@ -273,11 +273,11 @@ def _spans_ranks(parameters: Sequence[torch.Tensor]) -> bool:
     return not parameters or any(id(parameter) in held.names for held in models for parameter in parameters)
 
 
-def _refuse_waiting(parameters: Sequence[torch.Tensor]) -> None:
-    """StepError if gradients of a model with a single stage were not reduced yet."""
+def _refuse_waiting(parameters: Sequence[torch.Tensor], *, divided: bool = False) -> None:
+    """StepError if gradients of a model with a single stage were not reduced yet; `divided`: or with several."""
     for each in _held:
         held = each()
-        if held is None or held.over_ranks:
+        if held is None or (held.over_ranks and not divided):
             continue
         if held.parameters.waits and any(id(p) in held.names for p in parameters):
             raise StepError(
@@ -323,7 +323,9 @@ def _get_total_norm(
 
 
 def _clip_grad_value_(original: Callable[..., None], parameters: Tensors, *args: Any, **kwargs: Any) -> None:
-    given = [parameter for parameter in _listed(parameters) if parameter.grad is not None]
+    listed = _listed(parameters)
+    _refuse_waiting(listed, divided=True)
+    given = [parameter for parameter in listed if parameter.grad is not None]
     if given or not _divided_models():  # torch fails without gradients, but a rank may have none
         original(given, *args, **kwargs)
 

@@ -121,6 +121,7 @@ pyrannc.delay_grad_allreduce(True)
 model(batches(10)[RANK]).sum().backward()
 raises(StepError, "gradients were not reduced yet", lambda: model.clip_grad_norm(1.0))
 raises(StepError, "gradients were not reduced yet", lambda: model.get_param_grad("0.weight"))
+raises(StepError, "gradients were not reduced yet", lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0))
 model.zero_grad()  # drops them
 pyrannc.delay_grad_allreduce(False)
 model.allreduce_grads()

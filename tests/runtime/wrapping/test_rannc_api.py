@@ -184,7 +184,11 @@ def test_norms_and_gradients_of_a_step() -> None:
     torch.testing.assert_close(torch.cat([each.flatten() for each in gradients]).norm(), norm)
     pyrannc.delay_grad_allreduce(True)
     model(torch.ones(2, 4)).sum().backward()
-    for read in (model.calc_grad_norm, lambda: model.get_param_grad("0.weight")):
+    for read in (
+        model.calc_grad_norm,
+        lambda: model.get_param_grad("0.weight"),
+        lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    ):
         with pytest.raises(StepError, match=r"gradients were not reduced yet .* call model\.allreduce_grads\(\)"):
             read()
     model.allreduce_grads_zero()
