@@ -294,6 +294,10 @@ PRIVATE_NAMES = (
         "torch.autograd._engine_run_backward",
         "Patched, so that backward(inputs=...) and autograd.grad find parameters of wrapped models.",
     ),
+    PrivateName(
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+        "A backward may follow a call with averages: parameters have their own values again, as if unchanged.",
+    ),
     PrivateName("torch.Tensor._backward_hooks", "Hooks of register_hook, which are called with reduced gradients."),
     PrivateName(
         "torch.optim.Optimizer._optimizer_step_pre_hooks",

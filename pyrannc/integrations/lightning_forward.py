@@ -105,7 +105,7 @@ def take_trainer(model: nn.Module) -> Mentions:
         kind = type(each)
         if not _has_none(kind):
             each.__class__ = made[kind] = made.get(kind) or _class_without_trainer(kind)
-            each.__dict__.update(_trainer=None, _fabric=None)
+            each.__dict__.update({"_trainer": None, "_fabric": None})
     uncalled = {kind: _own_methods(kind) for kind in dict.fromkeys(map(type, inside))}
     reached = True
     while reached:

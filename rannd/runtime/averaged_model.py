@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad_mode
 from torch.optim import swa_utils
 
 from rannd.errors import StepError, UsageError
@@ -141,13 +142,16 @@ class AveragedModel:
         if self._values is None:  # no update yet: the averages are the model's values
             yield
             return
-        names = self._swap(None)
-        self.swapped = True
-        try:
-            yield
-        finally:
-            self.swapped = False
-            self._swap(names)
+        # A backward of earlier calls may follow: it finds the values that it has saved, which count as unchanged.
+        tracked = tuple(tensor for tensor in self.own().values() if not tensor.is_inference())
+        with grad_mode._unsafe_preserve_version_counter(tracked):
+            names = self._swap(None)
+            self.swapped = True
+            try:
+                yield
+            finally:
+                self.swapped = False
+                self._swap(names)
 
     @torch.no_grad()
     def _swap(self, names: list[str] | None) -> list[str]:

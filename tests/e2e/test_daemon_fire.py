@@ -200,6 +200,7 @@ def test_garbage_under_the_very_keys_is_set_aside_and_healed(job: Job, uncached:
 
 def test_a_store_of_a_newer_rannd_is_left_alone(job: Job, uncached: list[str]) -> None:
     here = where(job)
+    fire(job, "nowhere", lambda: None)  # makes the store
     job.run("rannd", "stop")
     Path(here.store).unlink(missing_ok=True)
     store = Store(here.store, max_bytes=1 << 30)

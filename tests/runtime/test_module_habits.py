@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim import swa_utils
 
 import pyrannc
 from rannd.errors import UsageError
@@ -308,6 +309,37 @@ def test_averages_are_called_in_a_mode_of_their_own() -> None:
     ema.train()
     assert not ema(x).count_nonzero()
     assert model(x).count_nonzero()
+
+
+def test_averages_may_give_targets_between_forward_and_backward() -> None:
+    """As a mean teacher does; gradients are those of the model's own values."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    plain = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, plain)]
+    model = pyrannc.RaNNCModule(net, optimizers[0])
+    ema = pyrannc.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    theirs = swa_utils.AveragedModel(plain, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        losses = []
+        for each, average, optimizer in zip((model, plain), (ema, theirs), optimizers, strict=True):
+            outputs = each(x)
+            with torch.no_grad():
+                targets = average(x + 1)
+            optimizer.zero_grad()
+            loss = (outputs - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses)
+        ema.update_parameters()
+        theirs.update_parameters(plain)
+    outputs = model(x)
+    with torch.no_grad():
+        net[3].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()
 
 
 @pytest.mark.parametrize("name", ["parameters", "to", "requires_grad_"])
