@@ -32,6 +32,13 @@ def test_several_models_and_hooks(job: Job) -> None:
         assert f"[RaNNCModule] [info] {model}: Plan" in output, model
 
 
+@pytest.mark.parametrize("stages", first(1, ["2", "1"]))
+def test_frozen_parameters_that_calls_write(job: Job, stages: str) -> None:
+    program = "tests/e2e/programs/written_parameters.py"
+    outputs = [job.train(2, program, RANNC_PARTITION_NUM=stages) for _ in range(2)]  # traces are cached then
+    assert all(output.count("written parameters are right on rank") == 2 for output in outputs)
+
+
 @pytest.mark.long
 def test_cut_points_and_dropout(job: Job) -> None:
     output = job.train(2, "tests/e2e/programs/cut_points.py", RANNC_PIPELINE_NUM="2")
