@@ -425,3 +425,9 @@ def test_forked_workers_neither_speak_for_a_rank_nor_keep_it_alive(job: Job, tmp
     ), output
     output = _run(job, [*TORCHRUN, str(script), "rank"], codes={1})
     assert re.search(r"rank 1 .*has ended without an error message", output), output
+
+
+@pytest.mark.long
+def test_workers_that_run_the_script_again_are_told_what_to_write(job: Job) -> None:
+    output = job.run(*_job(2, str(ROOT / "tests/e2e/programs/spawning_workers.py")), code=1)
+    assert re.search(r"UsageError: a process that rank [01] has started with multiprocessing.*__main__", output), output

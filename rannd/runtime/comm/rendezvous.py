@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rannd.device.identity import has_accelerator
-from rannd.errors import LaunchError
+from rannd.errors import LaunchError, UsageError
 from rannd.ranks.rank_variables import PMIX, WORLDS, without_size
 from rannd.runtime.comm import default_group, network_interface
 from rannd.runtime.failure.connections import Connections
@@ -31,6 +31,9 @@ TIMEOUT = timedelta(minutes=30)
 KNOCK_S = 60.0
 """Seconds that a rank itself polls whether rank 0 listens, before torch waits for it."""
 PAUSE_S = 0.01
+
+RANK_PROCESS = "RANND_RANK_PROCESS"
+"""Variable with the process id of a rank, which processes that it starts inherit."""
 
 LOCK_S = 0.1
 """Seconds for which the GIL is released for gloo's threads at exit."""
@@ -75,7 +78,10 @@ def join(place: LaunchedRank, connections: Connections) -> None:
     """Initialise torch.distributed, unless the script has done so or no launcher has started it. Collective.
 
     A single rank of a launcher gets a process group of its own, so that a script runs alike on any number of ranks.
+    UsageError in a process that a rank has started.
     """
+    if place.launcher:
+        _refuse_workers(place)
     if place.launcher.startswith(("OMPI", "PMI")):
         _end_with_launcher()
     if place.size > 1:
@@ -90,6 +96,18 @@ def join(place: LaunchedRank, connections: Connections) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
         default_group.share(backend)
         atexit.register(_leave_alone)
+
+
+def _refuse_workers(place: LaunchedRank) -> None:
+    """UsageError in a process that multiprocessing has started for a rank, such as a DataLoader's worker."""
+    rank = os.environ.get(RANK_PROCESS, "")
+    if rank not in ("", str(os.getpid())) and "__mp_main__" in sys.modules:  # multiprocessing's name of the script
+        raise UsageError(
+            f"a process that rank {place.rank} has started with multiprocessing, such as a worker of a DataLoader, "
+            "runs the script again, which makes it a rank a second time; put what the script does below "
+            '`if __name__ == "__main__":`'
+        )
+    os.environ[RANK_PROCESS] = str(os.getpid())
 
 
 def make_group(connections: Connections, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
