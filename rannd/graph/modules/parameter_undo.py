@@ -36,19 +36,15 @@ class Writes:
         """Called before an operator writes into a parameter."""
         self._in_place.add(name)
 
-    def replaced(self) -> list[str]:
-        """Names of parameters that are others now, or whose ``.data`` is."""
-        now = dict(self._module.named_parameters())
-        return [
-            name
-            for name, (parameter, data) in self.before.items()
-            if now.get(name) is not parameter or parameter.data_ptr() != data.data_ptr()
-        ]
-
     def values(self) -> dict[str, torch.Tensor]:
         """Return the parameters that were written or replaced, as they are now, by name."""
-        names, now = {*self._in_place, *self.replaced()}, dict(self._module.named_parameters())
-        return {name: now[name].detach() for name in self.before if name in names and name in now}
+        now = dict(self._module.named_parameters())
+        return {
+            name: now[name].detach()
+            for name, (parameter, data) in self.before.items()
+            if name in now
+            and (name in self._in_place or now[name] is not parameter or parameter.data_ptr() != data.data_ptr())
+        }
 
 
 class _Noting(TorchDispatchMode):

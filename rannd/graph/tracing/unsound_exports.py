@@ -39,7 +39,7 @@ def unshown(traced: Traced) -> NotALeaf | None:
 def written_constant(traced: Traced) -> NotALeaf | None:
     """Find a module that writes into a tensor which is neither a parameter nor a buffer: a graph has its first values.
 
-    As one operator it writes into its own tensor, on each rank and for each microbatch.
+    As one operator it writes into its own tensor, once for each mini-batch that its rank computes.
     """
     if not traced.constants:
         return None

@@ -81,7 +81,7 @@ def join(place: LaunchedRank, connections: Connections) -> None:
     UsageError in a process that a rank has started.
     """
     if place.launcher:
-        _refuse_workers(place)
+        _note_rank(place)
     if place.launcher.startswith(("OMPI", "PMI")):
         _end_with_launcher()
     if place.size > 1:
@@ -98,8 +98,8 @@ def join(place: LaunchedRank, connections: Connections) -> None:
         atexit.register(_leave_alone)
 
 
-def _refuse_workers(place: LaunchedRank) -> None:
-    """UsageError in a process that multiprocessing has started for a rank, such as a DataLoader's worker."""
+def _note_rank(place: LaunchedRank) -> None:
+    """Let processes that this rank starts know that it is one. UsageError in one that multiprocessing has started."""
     rank = os.environ.get(RANK_PROCESS, "")
     if rank not in ("", str(os.getpid())) and "__mp_main__" in sys.modules:  # multiprocessing's name of the script
         raise UsageError(
